@@ -1,16 +1,16 @@
-"""How many samples does training need, with which batch and which learning rate? The runs behind lesson 08, made again.
+"""How many samples does training need, for which batch size and learning rate? Repeats the runs behind lesson 08.
 
     python -m experiments.convergence jobs=8 device=cuda         # the whole grid: minutes on a GPU, an hour on 16 cores
-    python -m experiments.convergence tensorboard=runs/reference # no runs: the curves that came with the course, for TensorBoard
+    python -m experiments.convergence tensorboard=runs/reference # no runs: write the recorded curves for TensorBoard
 
-Every run is `course train vit-demo` with other settings, in a process of its own, several at a time. Finished runs are kept,
-so the same command goes on where it was stopped. The curves of all runs go to one JSON file, columns rather than rows:
+Every run is `course train vit-demo` with other settings, in its own process; several run at a time. Finished runs are kept, so
+the same command resumes where it was stopped. The curves of all runs go to one JSON file, in columns:
 
-    {"hardware", "torch", ..., "speed": {"4": samples/s of a run that is alone, ...},
+    {"hardware", "torch", ..., "speed": {"4": samples/s of a run alone on the machine, ...},
      "runs": [{"batch", "lr", "warmup", "schedule", "steps", "step": [...], "loss": [...], "valid_loss": [...], ...}, ...]}
 
-The learning rate stays constant after a short warm-up, so that a curve does not depend on where its run was going to end.
-A few runs show what that leaves out: no warm-up, and half a cosine.
+The learning rate is constant after a short warm-up, so a curve does not depend on the length of its run. A few runs show
+other schedules: no warm-up, and a half cosine.
 """
 
 import json
@@ -37,26 +37,26 @@ from course.utils.errors import CourseError
 from course.utils.machine import cores
 
 COLUMNS = ("step", "loss", "valid_loss", "grad_norm")
-POINTS = 32                                          # validations of a run
+POINTS = 32                                          # validations per run
 WARMUP = 20                                          # steps
 SPEED_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """The grid of runs, and how to make them."""
+    """The grid of runs, and how to run them."""
 
     batches: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
     rates: tuple[float, ...] = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-    data: str = "data/weather-convergence"           # simulated first, if it is not there
-    years: int = 16                                  # of 359 samples, enough that no sample is seen often
-    length: float = 1.0                              # of every run; less to try it out
+    data: str = "data/weather-convergence"           # simulated if it does not exist
+    years: int = 16                                  # of 359 samples each: so many that none is seen often
+    length: float = 1.0                              # factor on the steps of every run; below 1 to try it out
     jobs: int = 4                                    # runs at a time
     device: str = "auto"
-    runs: str = "runs"                               # where the runs themselves are kept
+    runs: str = "runs"                               # folder of the runs
     out: str = "course/bench/results/convergence.json"
-    settings: tuple[str, ...] = ()                   # more of `course train`, such as model.dim=64
-    tensorboard: str = ""                            # make no runs: write the curves in `out` here
+    settings: tuple[str, ...] = ()                   # more settings of `course train`, such as model.dim=64
+    tensorboard: str = ""                            # no runs: write the curves from `out` to this folder
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's folder below `runs`: all that tells the runs of the grid apart."""
+        """The run's folder name, unique in the grid."""
         return f"b{self.batch:03}-lr{self.lr:.1e}-warmup{self.warmup}-{self.schedule}"
 
     def overrides(self, c: Convergence) -> list[str]:
-        """The settings that make vit-demo this run."""
+        """The settings that turn vit-demo into this run."""
         every = max(1, self.steps // POINTS)
         return [f"train.global_batch={self.batch}", f"train.steps={self.steps}", f"optim.lr={self.lr!r}",
                 f"optim.warmup={self.warmup}", f"optim.schedule={self.schedule}", f"train.eval_every={every}",
@@ -84,12 +84,12 @@ class Run:
 
 
 def steps_of(batch: int, length: float = 1.0) -> int:
-    """How long a run is: large batches need fewer steps, small ones fewer samples (McCandlish et al. 2018, equation 2.11)."""
+    """A run's steps: large batches need fewer steps, small ones fewer samples (McCandlish et al. 2018, equation 2.11)."""
     return max(POINTS, round(500 * (1 + 24 / batch) * length))
 
 
 def plan(c: Convergence) -> list[Run]:
-    """Every run: the grid with a constant learning rate, then without warm-up, then with half a cosine."""
+    """All runs: the grid with a constant learning rate, then some without warm-up, then some with a half cosine."""
     grid = [Run(batch, lr, steps_of(batch, c.length)) for batch in c.batches for lr in c.rates]
     cold = [Run(64, lr, steps_of(64, c.length), warmup=0) for lr in c.rates[-3:] if 64 in c.batches]
     cosine = [Run(batch, lr, steps_of(batch, c.length), schedule="cosine") for batch in (16, 64) if batch in c.batches
@@ -98,12 +98,12 @@ def plan(c: Convergence) -> list[Run]:
 
 
 def common(c: Convergence) -> list[str]:
-    """Settings of all runs: threads so that runs at a time share the cores."""
+    """Settings of all runs; concurrent runs share the cores."""
     return [f"train.device={c.device}", f"train.threads={max(1, cores() // c.jobs)}", *c.settings]
 
 
 def main(c: Convergence) -> None:
-    """Make what is missing of the runs, measure the speed of each batch, write the curves."""
+    """Do the missing runs, measure the speed of each batch size, write the curves."""
     if c.tensorboard:
         to_tensorboard(json.loads(Path(c.out).read_text(encoding="utf-8")), Path(c.tensorboard))
         return
@@ -126,14 +126,14 @@ def main(c: Convergence) -> None:
 
 
 def make(run: Run, c: Convergence) -> str:
-    """Make a run unless it is there; what ended it early, such as a loss that is not finite, or nothing."""
+    """Do a run unless it is done; return why it ended early, such as a loss that is not finite, or ""."""
     folder = Path(c.runs) / "vit-demo" / run.name
     broken = folder / "ended.txt"
     if broken.is_file():
         return broken.read_text(encoding="utf-8")
     if not is_done(run, c):
         ended = train([*run.overrides(c)], c)
-        if ended.returncode not in (0, 1):           # stopped, by a signal or for another job: it can go on
+        if ended.returncode not in (0, 1):           # stopped by a signal or preempted: it can resume
             raise CourseError(f"{run.name} was stopped ({ended.returncode}): the same command goes on with it")
         if ended.returncode:
             folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def is_done(run: Run, c: Convergence) -> bool:
 
 
 def train(overrides: Sequence[str], c: Convergence) -> "subprocess.CompletedProcess[str]":
-    """`course train vit-demo`, in a process of its own."""
+    """Run `course train vit-demo` in its own process."""
     threads = str(max(1, cores() // c.jobs))
     return subprocess.run([sys.executable, "-m", "course.cli", "train", "vit-demo", *overrides], capture_output=True,
                           encoding="utf-8",
@@ -160,7 +160,7 @@ def train(overrides: Sequence[str], c: Convergence) -> "subprocess.CompletedProc
 
 
 def curve(run: Run, c: Convergence) -> dict[str, Any]:
-    """The curves of a run, in columns, with five significant digits; as far as it came."""
+    """The curves of a run as far as it got, in columns, with five significant digits."""
     records = [r for r in read_metrics(Path(c.runs) / "vit-demo" / run.name / "metrics.jsonl") if "valid_loss" in r]
     columns = {name: [short(record[name]) for record in records] for name in COLUMNS}
     rmse = {"u10": [short(r["valid_rmse"]["u10"]) for r in records]} if records and "u10" in records[0]["valid_rmse"] else {}
@@ -169,14 +169,14 @@ def curve(run: Run, c: Convergence) -> dict[str, Any]:
 
 
 def short(value: float | str | None) -> float | None:
-    """Five significant digits; what was not finite, a string in metrics.jsonl, is None."""
+    """Round to five significant digits; a non-finite value, a string in metrics.jsonl, becomes None."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     return value if isinstance(value, int) else None
 
 
 def speeds(c: Convergence) -> dict[str, float]:
-    """Samples/s at each batch, of a run that has the machine for itself, on random data."""
+    """Samples/s at each batch size, of a run alone on the machine, on random data."""
     found = {}
     for batch in c.batches:
         name = f"speed-b{batch:03}"

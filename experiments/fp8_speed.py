@@ -1,9 +1,9 @@
-"""How fast FP8 is beside bf16: `python -m experiments.fp8_speed FILE`, on one GPU; with --small on a CPU, to see that it runs.
+"""How fast is FP8 compared with bf16? `python -m experiments.fp8_speed FILE` on one GPU; --small tries it on a CPU.
 
-A causal stack of 8 layers of hidden 4096, 8 x 2048 tokens, float32 parameters: forward and backward with all casts and the
-update of the scales. By hand and by Transformer Engine (where it is installed), each recipe, plain and compiled; the stack's
-matmuls and casts one by one, which say where the time goes; and of each case whether its first losses are bf16's. Medians after
-warm-up. --profile prints the kernels of each case: those of FP8 matmuls have e4m3 or e5m2 in their names, or `f8f8`.
+A causal stack of 8 layers with hidden size 4096, 8 x 2048 tokens, float32 parameters. It times forward and backward with all
+casts and the update of the scales: native FP8 with each recipe, eager and compiled, and Transformer Engine if it is installed.
+It also times the stack's matmuls and casts separately, and compares the losses of each case with bf16's. Medians after warm-up.
+--profile prints the kernels of each case: names of FP8 matmuls contain e4m3, e5m2 or `f8f8`.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ BF16 = Config(train=Train(), precision="bf16")
 
 
 def cases(device: torch.device) -> dict[str, tuple[Config, bool, bool]]:
-    """(configuration, compiled, Transformer Engine's FP8 enabled) of each case."""
+    """(configuration, compiled, Transformer Engine's FP8 enabled) for each case."""
     def eight(**settings: Any) -> Config:
         return replace(BF16, precision="fp8", fp8=FP8(**settings))
 
@@ -48,7 +48,7 @@ def cases(device: torch.device) -> dict[str, tuple[Config, bool, bool]]:
 
 
 def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Layout, native.Scaling]:
-    """The stack's layout, whose one stage it is, with the same random weights in every case, and its scales."""
+    """(the stack's layout, its scales): the stack is the only stage, with the same random weights in every case."""
     mesh = build_mesh(Parallel(), world)
     with torch.device("meta"):
         model: Any = Stack(*size, causal=True)
@@ -63,7 +63,7 @@ def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Layo
 
 
 def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]:
-    """Forward and backward of the stack in every case."""
+    """Time forward and backward of the stack in every case."""
     dim, depth, _ = size
     batch = batch_of(samples, tokens, dim, world.device, torch.bfloat16)
     work = 3 * samples * flops.blocks(tokens, dim, 4 * dim, depth)
@@ -71,7 +71,7 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
     for name, (config, compiled, enabled) in cases(world.device).items():
         layout, scaling = build(config, world, size, enabled)
         model, = layout.stages
-        losses = [loss_of(layout, config, world, batch, scaling) for _ in range(2)]      # the second has scales of the first
+        losses = [loss_of(layout, config, world, batch, scaling) for _ in range(2)]      # the second uses the first's scales
         if compiled:
             model.compile()
         once = forward_backward(layout, batch, precision=config.precision)
@@ -91,7 +91,7 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
 
 
 def loss_of(layout: Layout, config: Config, world: World, batch: dict[str, Tensor], scaling: native.Scaling) -> float:
-    """The loss of a pass forward and backward."""
+    """The loss of one forward and backward pass; also updates the scales."""
     model, = layout.stages
     compute = build_compute(model, Progress.start(config, world.device), config, layout)
     loss = compute(batch).item()
@@ -101,7 +101,7 @@ def loss_of(layout: Layout, config: Config, world: World, batch: dict[str, Tenso
 
 
 def parts(world: World, dim: int, rows: int) -> Iterator[Row]:
-    """The matmuls of a layer's four linears, each operand's cast, and a copy of the same bytes."""
+    """Time the matmuls of a layer's four linears, each operand's cast, and a copy of the same bytes."""
     device = world.device
     one, amax = torch.ones((), device=device), torch.zeros((), device=device)
     for name, n, k in (("qkv", 3 * dim, dim), ("out", dim, dim), ("up", 4 * dim, dim), ("down", dim, 4 * dim)):
@@ -143,7 +143,7 @@ def main(file: Path, small: bool) -> None:
                 if kind == "parts":
                     print(row["case"], *(f"{key} {value:.3f}" for key, value in row.items() if key != "case"), flush=True)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(found, indent=1), encoding="utf-8")  # after each row: a crash leaves what there is
+                file.write_text(json.dumps(found, indent=1), encoding="utf-8")  # after each row: a crash keeps them
 
 
 if __name__ == "__main__":

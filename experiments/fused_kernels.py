@@ -1,12 +1,11 @@
-"""A DiT's steps between its matmuls, in PyTorch's kernels, its compiler's and ours: `python -m experiments.fused_kernels FILE`.
+"""A DiT's operations between matmuls in PyTorch's, torch.compile's and our kernels: `python -m experiments.fused_kernels FILE`.
 
     modulated LayerNorm                     norm(x) · (1 + scale) + shift
-    gate, add and modulated LayerNorm       x + gate · y, and of that the same
+    gate, add and modulated LayerNorm       x + gate · y, then the same norm of it
     gate and add                            x + gate · y
 
-Each forward and backward, in bf16, without torch.compile, with it, and by `course.ops.fused_add_norm` with it; on a CPU tiny,
-with --small. Bytes: what a kernel has to read and write at least, in both directions. Timed in a CUDA graph, so that no launch is
-waited for.
+Each forward and backward in bf16: eager, compiled, and with `course.ops.fused_add_norm`, compiled; --small runs tiny sizes on a
+CPU. Bytes: the least that forward and backward must read and write. Timed in a CUDA graph, to exclude launch overhead.
 """
 
 import json
@@ -30,7 +29,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def steps(width: int) -> dict[str, tuple[Step, int]]:
-    """Each step as a function of (x, y, shift, scale, gate), and how often it moves a tensor (B, T, D), forward and backward."""
+    """Each step as a function of (x, y, shift, scale, gate), and how many (B, T, D) tensors forward and backward move."""
     norm = plain_norm(width)
 
     def first(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
@@ -43,12 +42,12 @@ def steps(width: int) -> dict[str, tuple[Step, int]]:
     def third(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
         return (x + gate[:, None] * y,)
 
-    # forward reads and writes; backward reads the gradients and what it needs of the inputs, and writes gradients
+    # forward: inputs and outputs; backward: output gradients, the inputs that it needs, input gradients
     return {"modulated LayerNorm": (first, 2 + 3), "gate, add, modulated LayerNorm": (second, 4 + 6), "gate, add": (third, 3 + 3)}
 
 
 def by_hand(width: int) -> dict[str, Step]:
-    """The same steps by `course.ops.fused_add_norm`."""
+    """The same steps with `course.ops.fused_add_norm`."""
     eps = plain_norm(width).eps
 
     def first(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
@@ -64,7 +63,7 @@ def by_hand(width: int) -> dict[str, Step]:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step, on a GPU replayed from a CUDA graph."""
+    """Seconds per call of `run`; on a GPU replayed from a CUDA graph."""
     if device.type == "cpu":
         return timing.seconds(run, device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -78,7 +77,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
-    """Forward and backward of a step: to call without arguments, for `inputs` and random gradients of its outputs."""
+    """A function without arguments that runs a step forward and backward, with random gradients of its outputs."""
     grads = [torch.randn_like(out) for out in step(*inputs)]
     wanted = [x for x in inputs if x.requires_grad]
 
@@ -89,7 +88,7 @@ def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
 
 
 def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """A row for each step and size."""
+    """Measure each step at each size."""
     rows, backend = [], "aot_eager" if small else "inductor"             # small: only to see that it works
     for samples, tokens, width in ((2, 16, 32),) if small else SIZES:
         for name, (step, moves) in steps(width).items():
@@ -111,7 +110,7 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
 
 def main(file: Path, small: bool) -> None:
-    """Measure, and write the rows as JSON."""
+    """Measure and write the rows as JSON."""
     with joined("cpu" if small else "auto") as world:
         found = {**timing.machine(world.device), "command": "python -m experiments.fused_kernels FILE" + " --small" * small,
                  "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "

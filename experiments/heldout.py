@@ -1,16 +1,15 @@
-"""Configurations that nothing was fitted to, drawn by seed, committed, then measured: `python -m experiments.heldout LIST FILE`.
+"""Test the performance model on held-out configurations, drawn by seed: `python -m experiments.heldout LIST FILE`.
 
-A performance model is worth what it says of configurations that its authors never looked at. `draw` takes them from `GRID`,
-every setting by itself, and leaves out what the library refuses, what `rough_bytes` says would not fit and what is too small to
-tell. heldout.json, beside the results, is the list as it was committed before anything in it was measured. What it taught went
-into the model; so there are a second, a third and a fourth one, heldout_2.json and so on, of other seeds, each committed after
-what the one before taught, and before it was measured itself. All of the fourth are measured, of the others those for one and
-two GPUs.
+A performance model must predict configurations that it was not fitted to. `draw` takes them from `GRID`, each setting
+independently. It skips those that the library refuses, that `rough_bytes` says do not fit, or that are too small to measure.
+Each list, heldout.json to heldout_4.json next to the results, has its own seed and was committed before it was measured. The
+model was improved after each list, so each next list is held out again. All of the fourth list is measured, and of the others
+the configurations for one and two GPUs.
 
-Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
-fullest rank after the first step (in the first the compiler tries its kernels). A lap is several steps with no wait between them,
-as in training. How fast the host is while they run is measured with them: hosts of one make differ, and each from second to
-second. `predicted` takes it from the row.
+Each configuration trains whole steps on random data. The time is the median of the slowest rank. The memory is the peak of the
+fullest rank after the first step, in which the compiler tries kernels. A lap is several steps without a wait between them, as in
+training. The host's speed is measured along with them, since it differs between hosts of the same model and varies over time.
+`predicted` takes it from the row.
 """
 
 import json
@@ -41,13 +40,13 @@ from course.training.run_log import memory_gb
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # of the lists, by their names
-LAPS, LEAST = 5, 0.3                                 # laps of a step, and seconds of each
-# what each factor of two of the GPUs goes to; a configuration for each line: so all axes occur, alone and in pairs
+SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # seed of each list
+LAPS, LEAST = 5, 0.3                                 # laps, and least seconds per lap
+# the axes that get each factor of two of the GPUs, one entry per configuration: all axes occur, alone and in pairs
 AXES = {1: [""] * 12, 2: ["dp", "tp", "cp", "pp"] * 2,
         4: ["dp dp", "dp tp", "dp cp", "dp pp", "tp tp", "tp cp", "tp pp", "cp cp", "cp pp", "pp pp"]}
-MEMORY = 90e9                                        # the most that a GPU's rough bytes may be; an H200 has 141e9
-WORK = (5e12, 4e14)                                  # model FLOPs of a GPU in a step, from ... to
+MEMORY = 90e9                                        # most rough bytes on a GPU; an H200 has 141e9
+WORK = (5e12, 4e14)                                  # least and most model FLOPs per GPU in a step
 MODELS: dict[str, dict[str, list[Any]]] = {
     "vit-base": {"model.grid": ["[176,352]", "[360,720]"], "model.dim": [384, 768, 1024], "model.depth": [6, 12, 18],
                  "model.heads": [8], "model.channels": [20], "model.patch": [8]},
@@ -68,14 +67,16 @@ GRID = {"axes": AXES, "models": MODELS, "common": COMMON, "layout": LAYOUT}
 
 
 def runs_as_recorded(config: configuration.Config) -> bool:
-    """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
-    modulation, symmetric memory was PyTorch's operators, and Triton kernels were fewer beside communication."""
+    """Whether the current code still runs a configuration as it was when the lists were measured.
+
+    With tp > 1 three things have changed: a DiT's modulation, symmetric memory, and Triton kernels next to communication.
+    """
     p = config.parallel
     return p.tp == 1 or not (p.symmetric or isinstance(config.model, DiTConfig) or config.kernels == "triton")
 
 
 def draw(axes: str, generator: random.Random) -> tuple[str, list[str]]:
-    """A preset and settings, each from its line of the grid, for a layout such as "dp tp"; not every one is possible."""
+    """Draw (preset, settings) from the grid for axes such as "dp tp"; the result may not be `possible`."""
     preset = generator.choice(list(MODELS))
     chosen = {key: generator.choice(values) for part in (MODELS[preset], COMMON, LAYOUT) for key, values in part.items()}
     sizes = dict.fromkeys(("dp", "tp", "cp", "pp"), 1)
@@ -90,12 +91,12 @@ def draw(axes: str, generator: random.Random) -> tuple[str, list[str]]:
     if chosen.get("parallel.schedule") == "interleaved" and sizes["pp"] > 1:
         chosen["parallel.chunks"] = 2
     if chosen["precision"] == "tf32":
-        drop.append("stream")                        # is of 16 bits
+        drop.append("stream")                        # stream is a 16-bit option
     return preset, ["data.source=mock", *(f"{key}={value}" for key, value in chosen.items() if key not in drop)]
 
 
 def rough_bytes(config: configuration.Config) -> float:
-    """What a GPU holds, within a factor of two: 16 bytes a parameter, 34 a token and feature of each block, 6 a logit."""
+    """A GPU's memory within a factor of two: 16 bytes per parameter, 34 per token, feature and block, 6 per logit."""
     c: Any = config.model
     p = config.parallel
     with torch.device("meta"):
@@ -108,9 +109,9 @@ def rough_bytes(config: configuration.Config) -> float:
 
 
 def possible(preset: str, settings: list[str], gpus: int) -> bool:
-    """Whether the library takes it, it fits, and it is neither too small to tell nor too long to wait for."""
+    """Whether the library accepts a configuration, it fits, and a step is neither too short nor too long to measure."""
     try:
-        # the default when the lists were drawn, which FP8 refused
+        # the default when the lists were drawn, refused by FP8
         config = configuration.load(preset, ["parallel.overlap=nccl", *settings])
         trial(config)
     except CourseError:
@@ -119,35 +120,35 @@ def possible(preset: str, settings: list[str], gpus: int) -> bool:
     if t.micro_batch < 1 or t.global_batch % (p.dp * t.micro_batch) or config.model.depth % (p.pp * p.chunks):
         return False
     if p.pp > 1 and t.global_batch // p.dp // t.micro_batch < 2:
-        return False                                 # a pipeline with one micro-batch is none
+        return False                                 # with one micro-batch, a pipeline has nothing to overlap
     work = flops.step(config.model, t.global_batch) / gpus
     return WORK[0] <= work <= WORK[1] and rough_bytes(config) <= MEMORY
 
 
 def trial(config: configuration.Config) -> None:
-    """Cut the model for its layout as if all ranks were here; nothing is computed. Raises what a run would raise."""
+    """Shard the model for its layout without computing anything. Raises the errors that a run would raise."""
     size = reshard.ranks_of(config)
     reshard.owned(config, size - 1, size)
 
 
 def listed(name: str) -> list[Row]:
-    """The configurations of a list, as committed."""
+    """Read the configurations of a list."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["configurations"]
 
 
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
-    """What is predicted of a configuration of a list on H200s. plain_step: seconds of a plain step on their host, if measured."""
+    """The predicted step time of a configuration on H200s. plain_step: seconds of a plain step on the host, if measured."""
     local = workload_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
     return step_time.time_of(replace(local, host=replace(local.host, plain_step=plain_step)) if plain_step else local)
 
 
 def predicted_gb(row: Row) -> float:
-    """GB that PyTorch is predicted to allocate at most on a rank of a configuration of a list."""
+    """The predicted peak GB that PyTorch allocates on a rank."""
     return memory.predict(configuration.load(row["preset"], row["settings"])).allocated / 1e9
 
 
 def drawn(seed: int) -> list[Row]:
-    """A list: for each line of `AXES` the first that is possible."""
+    """Draw a list: for each entry of `AXES` the first possible configuration."""
     generator = random.Random(seed)
     found: list[Row] = []
     for gpus, lines in AXES.items():
@@ -160,7 +161,7 @@ def drawn(seed: int) -> list[Row]:
 
 
 def measure(of: str, name: str) -> Row:
-    """Train a configuration of a list, here and now, on all its ranks: milliseconds, peak memory."""
+    """Train a configuration of a list in this process, one of its ranks: milliseconds, peak memory."""
     row = next(row for row in listed(of) if row["name"] == name)
     config = configuration.load(row["preset"], row["settings"])
     with joined("cuda") as world:
@@ -182,7 +183,7 @@ def measure(of: str, name: str) -> Row:
 
 
 def main(of: str, file: Path) -> None:
-    """Measure a whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
+    """Measure a whole list, each configuration on as many GPUs as it needs, and write the rows."""
     gpus = gpu_pool.gpus_of("python -m experiments.heldout", False)
     todo = listed(of)
     by_name = {row["name"]: row for row in todo}
@@ -198,7 +199,7 @@ def main(of: str, file: Path) -> None:
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
         row = {"name": name, **gpu_pool.start(program, group, timeout=240)}
-        if "ms" in row:                              # what was said before anybody had looked
+        if "ms" in row:                              # predicted by the code that measured
             about = by_name[name]
             row |= {"predicted_ms": 1e3 * predicted(about, row["plain_step"]).step, "predicted_gb": predicted_gb(about)}
         told = row.get("error") or f"{row['ms']:8.1f} ms {row['memory_gb']:6.1f} GB"

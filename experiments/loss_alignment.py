@@ -1,18 +1,17 @@
-"""Does FP8 train as bf16 does? `python -m experiments.loss_alignment FILE [models=...]`; --small in a minute on a CPU.
+"""Does FP8 train like bf16? `python -m experiments.loss_alignment FILE [models=...]`; --small takes a minute on a CPU.
 
-DiT-XL/2 at 256 and at 512 pixels and GPT 1.3B, each some hundred steps from the same weights: in bf16, in FP8 with every recipe,
-by hand and by Transformer Engine, which takes the same parameters; with another attention; cut over two GPUs by tokens.
+DiT-XL/2 at 256 and at 512 pixels and GPT 1.3B train for 500 steps from the same weights: in bf16, in FP8 with every recipe,
+native and with Transformer Engine, with another attention kernel, and with context parallelism over two GPUs.
 
-A loss of one step is mostly the luck of its samples and noise, so curves are compared in means of windows, a twentieth of the
-run each. No two are equal. What matters is whether FP8 differs more from bf16 than bf16 differs from itself, for which there are
-two yardsticks:
+The loss of one step depends mostly on its samples and noise. So curves are compared by window means, with 20 windows per run.
+No two curves are equal. The question is whether FP8 differs more from bf16 than bf16 runs differ from each other:
 
-    rounding    the same weights, batches and noise with another attention kernel: numbers that differ in their last bits
-    seeds       the same weights with another order of samples and another noise
+    rounding    the same weights, batches and noise with another attention kernel, which changes the last bits
+    seeds       the same weights with another order of samples and other noise
 
-FP8 passes if it is no farther from bf16 of the same seed than bf16's seeds scatter. So that the test can fail there is a run that
-must: FP8 with the scales of the first step for ever. Times are those beside three other runs on one host: for speed see
-`course bench dit` and `gpt`.
+FP8 passes if its distance from bf16 with the same seed is at most the spread of bf16's seeds. One run must fail the test: FP8
+that keeps the scales of its first step. Times are measured next to other runs on the same host; for speed see `course bench dit`
+and `gpt`.
 """
 
 import json
@@ -45,7 +44,7 @@ from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError, did_you_mean
 
 STEPS, WINDOWS = 500, 20
-VOCABULARY, TINY_VOCABULARY = 32_768, 512           # of the tokens; the model of 1.3B has room for 50,304
+VOCABULARY, TINY_VOCABULARY = 32_768, 512           # tokenizer vocabularies; the 1.3B model allows 50,304
 REFERENCE, FROZEN, TOKENS_APART = "bf16, seed 0", "fp8 frozen scales", "bf16, cp=2"
 SEEDS = (REFERENCE, "bf16, seed 1", "bf16, seed 2")
 RUNS: dict[str, tuple[str, ...]] = {
@@ -60,12 +59,12 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 COMMON = ("compile=true", "stream=narrow", "precision=bf16", "train.micro_batch=0", "optim.ema=0", "optim.clip=1",
           "data.source=files", "data.workers=4", f"train.steps={STEPS}")
-MODELS: dict[str, tuple[str, ...]] = {              # presets, with batches that make a step a tenth of a second on an H200
+MODELS: dict[str, tuple[str, ...]] = {              # presets, with batches for steps of about 0.1 s on an H200
     "dit-xl": ("data.path=data/digits-4x32x32", "train.global_batch=64"),
     "dit-xl-512": ("data.path=data/digits-4x64x64", "train.global_batch=16"),
     "gpt-1.3b": ("data.path=data/python-32k", "train.global_batch=4", "optim.warmup=100"),
 }
-# a DiT and a GPT that a CPU trains in seconds, whose FP8 it emulates
+# a DiT and a GPT that a CPU trains in seconds, with emulated FP8
 TINY: dict[str, tuple[str, ...]] = {
     "dit-xl": ("model.latent=[4,8,8]", "model.dim=32", "model.depth=2", "model.heads=2", "data.path=data/digits-4x8x8",
                "optim.lr=5e-3"),
@@ -75,23 +74,23 @@ SMALL = ("compile=false", "train.device=cpu", "train.threads=1", "data.workers=0
 
 
 def windows(losses: Tensor, length: int) -> Tensor:
-    """Means of `length` losses, window after window; steps at the end that fill none are left out: (N,) -> (N // length,)."""
+    """Means over windows of `length` losses, without an incomplete last window: (N,) -> (N // length,)."""
     return losses[:len(losses) // length * length].view(-1, length).mean(1)
 
 
 def gap(curve: Tensor, reference: Tensor) -> float:                     # 2 x (windows,)
-    """How far a curve's windows are from another's, in the mean, relative to these; infinite if one is not a number."""
+    """Mean relative distance of a curve's windows from the reference's; infinite if a value is not finite."""
     found = (curve / reference - 1).abs().mean().item()
     return found if math.isfinite(found) else math.inf
 
 
 def spread(curves: Tensor) -> float:                                    # (seeds, windows)
-    """The standard deviation over curves, relative to the first, in the mean over the windows."""
+    """The standard deviation over curves relative to the first curve, averaged over windows."""
     return (curves.std(0) / curves[0]).mean().item()
 
 
 def judge(runs: dict[str, Row], length: int) -> Row:
-    """The gap of every run to the reference, the spread of the seeds, and which of FP8's runs stay within it."""
+    """The gap of every run to the reference, the spread of the seeds, and which FP8 runs stay within it."""
     curves = {name: windows(torch.tensor([math.inf if loss is None else loss for loss in row["losses"]]), length)
               for name, row in runs.items() if "losses" in row}
     if not all(name in curves for name in SEEDS):
@@ -102,7 +101,7 @@ def judge(runs: dict[str, Row], length: int) -> Row:
 
 
 def make_data(model: str, small: bool) -> None:
-    """The files that a model's runs read, if they are not there yet."""
+    """Make the data of a model's runs if it does not exist."""
     config = settings(model, REFERENCE, small)
     path = Path(config.data.path)
     if path.exists():
@@ -114,15 +113,15 @@ def make_data(model: str, small: bool) -> None:
 
 
 def settings(model: str, run: str, small: bool) -> Config:
-    """What a run trains."""
+    """The configuration of a run."""
     given = [*COMMON, *MODELS[model], *(TINY[model] if small else ()), *RUNS[run], *(SMALL if small else ())]
     return configuration.load(model, given)
 
 
 def same_weights(model: nn.Module, layout: Layout, config: Config, device: torch.device) -> None:
-    """Give a model the first weights of seed 0, whatever its own seed is for.
+    """Give a model the initial weights of seed 0, whatever its own seed is.
 
-    Raises `CourseError` for one whose weights are copies in 16 bits, over which the optimizer would write what it has of its own.
+    Raises `CourseError` for 16-bit weights, which the optimizer would overwrite from its float32 masters.
     """
     if any(p.dtype != parameter_dtype(config.precision) for p in model.parameters()):
         raise CourseError("runs are compared from the same weights, and of 16-bit ones the optimizer has others, its masters: "
@@ -135,7 +134,7 @@ def same_weights(model: nn.Module, layout: Layout, config: Config, device: torch
 
 
 def train(model: str, run: str, small: bool) -> Row:
-    """The losses of a run, one a step, its milliseconds a step and its memory; here and now, on all ranks."""
+    """Train a run in this process, one of its ranks: the loss of each step, milliseconds per step, memory."""
     config = settings(model, run, small)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -151,7 +150,7 @@ def train(model: str, run: str, small: bool) -> Row:
 
 
 def follow(training: Training, batches: Any, frozen: bool) -> tuple[Tensor, float]:
-    """Train all steps: (this rank's share of each loss, median milliseconds of a step in the later half)."""
+    """Train all steps: (this rank's share of each loss, median milliseconds per step in the second half)."""
     losses, laps, steps = [], [], training.config.train.steps
     timing.wait(training.mesh.world.device)
     begin = time.perf_counter()
@@ -168,7 +167,7 @@ def follow(training: Training, batches: Any, frozen: bool) -> tuple[Tensor, floa
 
 
 def start(job: str, gpus: str, small: bool) -> Row:
-    """A run in a process of its own, or, cut over two GPUs, in two."""
+    """Start a run in its own process, or in two for context parallelism."""
     model, run = job.split(" | ")
     program = ["-m", "experiments.loss_alignment", "run", model, run, *["--small"] * small]
     if run == TOKENS_APART:
@@ -180,7 +179,7 @@ def start(job: str, gpus: str, small: bool) -> Row:
 
 
 def main(file: Path, jobs: list[str], small: bool) -> None:
-    """Do all jobs, side by side on this machine's GPUs, and write the losses and what follows from them."""
+    """Do all jobs concurrently on this machine's GPUs, and write the losses and the comparison."""
     gpus = gpu_pool.gpus_of("experiments.loss_alignment", small)
     found: dict[str, dict[str, Row]] = {job.split(" | ")[0]: {} for job in jobs}
     for model in found:
@@ -208,7 +207,7 @@ def main(file: Path, jobs: list[str], small: bool) -> None:
 
 
 def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
-    """All that there is so far, as JSON."""
+    """Write all results so far as JSON."""
     models: Row = {}
     for model, rows in found.items():
         config = settings(model, REFERENCE, small)
@@ -226,7 +225,7 @@ def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
 
 
 def jobs_of(arguments: list[str], small: bool) -> list[str]:
-    """`models=a,b` and `runs=a;b`, without them all, as "model | run"."""
+    """The jobs "model | run" for arguments `models=a,b` and `runs=a;b`; without them, all."""
     given = {key: names for key, _, names in (argument.partition("=") for argument in arguments)}
     for key in given:
         if key not in ("models", "runs"):

@@ -1,5 +1,6 @@
-"""Loss curves in every number format that a machine has: `python -m experiments.loss_curves FILE`; with --small in seconds on a
-CPU. The task and the cases are those of lesson 04 (`course/lab/instruments/loss_curves.py`).
+"""Loss curves in every number format that the machine supports: `python -m experiments.loss_curves FILE`.
+
+--small takes seconds on a CPU. The task and the cases are those of lesson 04 (`course/lab/instruments/loss_curves.py`).
 """
 
 import json
@@ -20,7 +21,7 @@ SMALL = 60                                          # steps of --small
 
 
 def measure(device: torch.device, steps: int) -> dict[str, Any]:
-    """The curves of all cases that run here, their gaps to bf16's, and why the others do not run."""
+    """The curves of all cases that run here, their gaps to bf16's, and why the other cases do not run."""
     curves: dict[str, Tensor] = {}
     skipped: dict[str, str] = {}
     for name, overrides in CASES.items():
@@ -29,7 +30,7 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
             continue
         try:
             curves[name] = losses(overrides, device, steps, name == FROZEN)
-        except Exception as error:                  # of a package or a GPU that lacks something: the other curves still count
+        except Exception as error:                  # the package or GPU lacks something: skip this curve only
             skipped[name] = " ".join(f"{error or type(error).__name__}".split())[:300]
     gaps = {name: gap(curve, curves[REFERENCE]) for name, curve in curves.items()}
     return {"steps": steps, "mean of": MEAN, "gap": gaps, "skipped": skipped,
@@ -40,7 +41,7 @@ def main(file: Path, small: bool) -> None:
     """Measure, print, and write the curves as JSON."""
     with joined("cpu" if small else "auto") as world:
         if world.device.type == "cpu":
-            torch.set_num_threads(1)                    # the tensors are too small to be shared
+            torch.set_num_threads(1)                    # the tensors are too small for more threads
         found = {**timing.machine(world.device), "command": "python -m experiments.loss_curves FILE" + " --small" * small,
                  "meaning": "losses of a small ViT from the same weights and batches; gap: of means, relative to bf16's, at most",
                  **measure(world.device, SMALL if small else STEPS)}

@@ -1,10 +1,8 @@
-"""Is the planner's first choice the best? It, and others that a user would try, measured.
+"""Is the planner's first choice the fastest? `python -m experiments.planner_choice FILE`.
 
-`python -m experiments.planner_choice FILE`.
-
-For each of three models the planner orders the layouts of this machine's four GPUs, or two. Its best variant of each way to
-write that number as pp x dp x cp x tp is measured, whole training steps on random data, and of its first choice also neighbours:
-other micro-batches, ZeRO-1 the other way round, recomputation. `verdict` says how much slower the first choice is than the best.
+For each of three models, the planner ranks the layouts for this machine's four GPUs, or two. The planner's best variant of each
+pp x dp x cp x tp factorization is measured: whole training steps on random data. Neighbors of the first choice are measured
+too: other micro-batches, ZeRO-1 toggled, other recomputation. `verdict` compares the first choice with the fastest.
 """
 
 import gc
@@ -38,10 +36,10 @@ from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
 GPUS, LAPS = 4, 5
-NEAR = 3                                            # neighbours of the first choice
-CLAIM = 1.05                                        # how much of the best's time the first choice may take
+NEAR = 3                                            # neighbors of the first choice
+CLAIM = 1.05                                        # the first choice's time may be this multiple of the best
 TIMEOUT = 240                                       # seconds for the layouts of one model
-# Uncompiled: what torch.compile gains is the same in all layouts, and it takes half a minute in each
+# Not compiled: torch.compile takes half a minute per layout, and its gain is the same in all layouts
 MODELS = {"gpt-1.3b": ["train.global_batch=32"], "dit-xl": ["train.global_batch=256"],
           "vit-mp": ["train.global_batch=32", "data.source=mock"]}
 TINY = {"gpt-1.3b": ["model.vocab=64", "model.context=32", "model.dim=32", "model.depth=4", "model.heads=4",
@@ -53,8 +51,8 @@ TOYS = "--small: the models are toys on CPU processes, and the times mean nothin
 
 
 def cases_of(preset: str, own: Sequence[str], h: Hardware, gpus: int, most: int = 0) -> list[Row]:
-    """The planner's layouts, its first choice first, then neighbours of that: {preset, name, choice, settings, predicted_ms,
-    predicted_gb}. choice: the place in the planner's list, 0 for a neighbour. most: so many of the planner's; 0: all."""
+    """The planner's layouts in its order, then neighbors of its first choice: {preset, name, choice, settings, predicted_ms,
+    predicted_gb}. choice: the rank in the planner's list, 0 for a neighbor. most: how many of the planner's; 0: all."""
     config = configuration.load(preset, own)
     plan = find_layouts(config, h, gpus)
     chosen = plan.layouts[:most or None]
@@ -63,7 +61,7 @@ def cases_of(preset: str, own: Sequence[str], h: Hardware, gpus: int, most: int 
 
 
 def neighbours(first: Config, h: Hardware) -> list[Config]:
-    """The first choice with one thing changed, as far as it then runs and fits."""
+    """Variants of the first choice with one setting changed that are valid and fit into memory."""
     t, p = first.train, first.parallel
     changes: list[Choice] = [{"train.micro_batch": max(1, t.micro_batch // 2)}]
     changes += [{"parallel.zero": not p.zero}] * (p.dp * p.cp > 1)
@@ -76,7 +74,7 @@ def neighbours(first: Config, h: Hardware) -> list[Config]:
 
 
 def case(preset: str, own: Sequence[str], base: Config, config: Config, h: Hardware, gpus: int, choice: int) -> Row:
-    """What is to be measured, and what is predicted of it."""
+    """One layout to measure, with its predicted time and memory."""
     chosen = [*own, *settings(config, base)]
     return {"preset": preset, "choice": choice, "name": " ".join([preset, *settings(config, base)]), "settings": chosen,
             "predicted_ms": 1e3 * step_time.predict(config, h, gpus).step, "predicted_gb": memory.predict(config).allocated / 1e9}
@@ -118,19 +116,19 @@ def main(file: Path, small: bool) -> None:
 
 
 def text(rows: Iterable[Row], name: str) -> str:
-    """A row for people."""
+    """Format a row for printing."""
     row = next(row for row in rows if row["name"] == name)
     return f"{row['predicted_ms']:9.1f} ms predicted, {row['ms']:9.1f} measured, {row['memory_gb']:5.1f} GB  {name}"
 
 
 def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) -> Iterable[Row]:
-    """What the processes of one model measure, row by row."""
+    """Start the processes of one model and yield the rows that they measure."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m",
                "experiments.planner_choice", "run", str(cases), preset, *["--small"] * small]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
-    late = threading.Timer(TIMEOUT, process.terminate)                  # torchrun then ends its ranks, and with them the output
+    late = threading.Timer(TIMEOUT, process.terminate)                  # torchrun then ends its ranks, which ends the output
     late.start()
     try:
         for line in process.stdout:
@@ -143,7 +141,7 @@ def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) 
 
 
 def run(cases: Path, preset: str, small: bool) -> None:
-    """Measure the layouts of one model, here and now, as one of the ranks."""
+    """Measure the layouts of one model in this process, as one of the ranks."""
     found = [row for row in json.loads(cases.read_text(encoding="utf-8")) if row["preset"] == preset]
     with joined("cpu" if small else "cuda") as world:
         for row in found:
@@ -171,10 +169,9 @@ def measure(row: Row, world: World, laps: int) -> Row:
 
 
 def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """For each model the time of the planner's first choice over that of the fastest of all layouts that were measured.
+    """For each model, the time of the planner's first choice divided by the fastest measured time; at most `CLAIM` expected.
 
-    Infinite where the first choice gave no time; nothing of a model of which it is all that was measured. The claim is that none
-    is above `CLAIM`.
+    Infinite if the first choice has no time. Models for which only the first choice was measured are left out.
     """
     found: dict[str, float] = {}
     every = list(rows)

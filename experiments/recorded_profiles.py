@@ -1,8 +1,8 @@
-"""Recorded profiles of training steps, for lessons 02 and 05: `python -m experiments.recorded_profiles FILE [NAME]...`, one GPU.
+"""Profiles of training steps for lessons 02 and 05: `python -m experiments.recorded_profiles FILE [NAME]...` on one GPU.
 
-Of each configuration, or of those named: where the time of three steps went (`training/trace_breakdown.py`), and of some the
-timeline of one step. Besides, what a clock around a matrix multiplication shows if nobody waits for the GPU. Under
-`torchrun --nproc-per-node 2 -m experiments.recorded_profiles FILE` the tensor-parallel one instead, of rank 0.
+For each configuration, or for those named, it records a time breakdown of three steps (`training/trace_breakdown.py`), and for
+some a timeline of one step. It also times a matmul with and without waiting for the GPU. With
+`torchrun --nproc-per-node 2 -m experiments.recorded_profiles FILE` it records tensor parallelism instead, on rank 0.
 """
 
 import json
@@ -32,7 +32,7 @@ DRAWN = ("small batch of 1, bf16", "16 samples, bf16", "16 samples, bf16, compil
 
 
 def main(file: Path, names: list[str]) -> None:
-    """Record on the processes that there are, and add to the file what this number of them allows."""
+    """Record the configurations for this number of processes, and add them to the file."""
     world = join("auto")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {
         **timing.machine(world.device), "accounts": {}, "timelines": {},
@@ -59,7 +59,7 @@ def main(file: Path, names: list[str]) -> None:
 
 
 def clock(device: torch.device) -> dict[str, float]:
-    """Microseconds of a large matrix multiplication by a clock around the line: as it stands, and with waiting for the GPU."""
+    """Microseconds of a large matmul, timed around the line alone, and including the wait for the GPU."""
     side = 8192 if device.type == "cuda" else 256
     a = torch.randn(side, side, device=device).bfloat16()
     timing.seconds(lambda: a @ a, device)

@@ -1,7 +1,7 @@
-"""The recorded results as one picture, README's: `python -m experiments.results_picture docs/h200.png`.
+"""Draw the README's picture of the recorded results: `python -m experiments.results_picture docs/h200.png`.
 
-Three panels: the way of the weather ViT from a plain loop to a fast one; the library beside what a user would take instead, on
-the same kind of GPU; and how efficient four GPUs are, beside PyTorch's own parallelism.
+Three panels: the weather ViT's speed from a plain loop to the fastest configuration; the library compared with alternatives on
+the same kind of GPU; and the efficiency on four GPUs compared with PyTorch's own parallelism.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from course.bench.command_line import command
 from course.bench.results import load
 from course.utils import plots
 
-OURS, THEIRS = "#0072B2", "#D55E00"                  # told apart by the colour-blind
+OURS, THEIRS = "#0072B2", "#D55E00"                  # color-blind-safe
 ONE_GPU = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
           "bf16": "bf16, on the device", "compiled": "bf16, compiled", "narrow stream": "bf16, compiled, narrow stream",
           "fed by threads": "bf16, compiled, threads", "fed by DALI": "bf16, compiled, DALI"}
 HAND = "compiled, narrow stream, Triton kernels, in a graph"
 FP8, ENGINE = f"fp8, {HAND}", "fp8 by Transformer Engine"
-# label -> (file, our row, theirs), by name; what is compared is the time of a step
+# label -> (file, name of our row, name of theirs); compares step times
 BASELINES = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: bf16, {HAND}",
                                                        "124M: Hugging Face's GPT-2, bf16, compiled"),
           "GPT 1.3B, FP8: Transformer Engine": ("gpt", f"1.3B: {FP8}", f"1.3B: {ENGINE}"),
@@ -31,7 +31,7 @@ BASELINES = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: bf16, {
           "attention, cp=4: context_parallel": ("cp", "64k causal ring", "64k causal PyTorch context_parallel"),
           "tp=4: DTensor, compiled": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled"),
           "dp=4: DDP": ("dp", "bucketed", "ddp")}
-# the same of efficiencies on four GPUs
+# the same for efficiencies on four GPUs
 FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled"), "cp, causal": ("cp", "64k causal all_to_all",
         "64k causal PyTorch context_parallel"), "cp, full": ("cp", "64k full all_to_all", "64k full PyTorch context_parallel"),
         "dp": ("dp", "bucketed", "ddp"), "pp, 1F1B": ("pp", "1f1b", "PyTorch 1F1B"),
@@ -39,30 +39,30 @@ FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled
 
 
 def row(file: str, name: str) -> dict[str, Any]:
-    """The row of that name, of those on most GPUs the first."""
+    """The row of that name with the most GPUs."""
     found = [one for one in load(f"{file}_h200")["rows"] if name in (one.get("rung"), one.get("case"))]
     best: dict[str, Any] = max(found, key=lambda one: one.get("gpus", 1))
     return best
 
 
 def one_gpu() -> dict[str, float]:
-    """Samples/s of each configuration of the ViT."""
+    """Samples/s of each ViT configuration."""
     return {label: row("vit", config)["samples_per_s"] for label, config in ONE_GPU.items()}
 
 
 def baselines() -> dict[str, float]:
-    """How many times as fast as the other library."""
+    """Speedup over each alternative."""
     return {label: row(file, theirs)["ms"] / row(file, ours)["ms"] for label, (file, ours, theirs) in BASELINES.items()}
 
 
 def four() -> dict[str, tuple[float, float]]:
-    """(our efficiency on four GPUs, PyTorch's)."""
+    """(our efficiency on four GPUs, PyTorch's) per kind of parallelism."""
     return {label: (row(file, ours)["efficiency"], row(file, theirs)["efficiency"])
             for label, (file, ours, theirs) in FOUR.items()}
 
 
 def draw() -> Figure:
-    """All three."""
+    """Draw all three panels."""
     figure = Figure(figsize=(15, 4), layout="constrained")
     first, second, third = figure.subplots(1, 3)
     steps = one_gpu()
@@ -85,7 +85,7 @@ def draw() -> Figure:
 
 
 def bars(axis: Any, values: dict[str, float], places: Iterable[float], colour: str, form: str, height: float = 0.7) -> None:
-    """Horizontal bars, the first on top, each with its number."""
+    """Draw horizontal bars, the first on top, each with its value."""
     places = list(places)
     drawn = axis.barh(places, list(values.values()), height=height, color=colour)
     axis.bar_label(drawn, [form.format(value) for value in values.values()], padding=3, fontsize=8)

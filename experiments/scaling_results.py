@@ -1,8 +1,8 @@
-"""The recorded results of the parallel layouts, made from what `submit/bench_parallel.sh FOLDER` left.
+"""Combine the output of `submit/bench_parallel.sh FOLDER` into the recorded results of the parallel layouts.
 
     python -m experiments.scaling_results FOLDER
 
-Joins the rows of all numbers of GPUs and adds what they mean beside each other; writes course/bench/results/KIND_h200.json.
+Joins the rows for all numbers of GPUs, adds the efficiencies, and writes course/bench/results/KIND_h200.json.
 """
 
 import json
@@ -27,7 +27,7 @@ MEANING = {
 
 
 def main(folder: Path, results: Path = FOLDER) -> None:
-    """Write the results of every kind that the folder has."""
+    """Write the results of each kind in the folder."""
     for kind, meaning in MEANING.items():
         files = [folder / f"{kind}_{gpus}.json" for gpus in (1, 2, 4)]
         found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]

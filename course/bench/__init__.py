@@ -1,1 +1,1 @@
-"""What `course bench` measures on this machine, and the recorded results that lessons read."""
+"""The benchmarks of `course bench`, and the recorded results that lessons read."""

@@ -1,4 +1,4 @@
-"""What a user would pick instead: PyTorch's DTensor, context_parallel, pipelining on the same blocks; transformers' GPT-2."""
+"""Alternatives to compare with: PyTorch's DTensor, context_parallel and pipelining on the same blocks; transformers' GPT-2."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from course.parallel import World, build_mesh
 
 
 def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], compiled: bool) -> Callable[[], object]:
-    """The same stack by PyTorch's parallelize_module."""
+    """Forward and backward of the stack, parallelized by PyTorch's parallelize_module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -46,7 +46,7 @@ def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], 
 
 
 def context(world: World, causal: bool) -> Callable[[list[Tensor]], Any]:
-    """PyTorch's context_parallel over all ranks, balanced for causal attention."""
+    """PyTorch's context_parallel over all ranks, load-balanced for causal attention."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import _attention, context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -65,7 +65,7 @@ def context(world: World, causal: bool) -> Callable[[list[Tensor]], Any]:
 
 def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], micros: int, schedule: str,
                    chunks: int) -> Callable[[], object]:
-    """torch.distributed.pipelining over the same blocks."""
+    """A step of torch.distributed.pipelining over the same blocks."""
     from torch.distributed import pipelining
 
     class Part(nn.Module):
@@ -101,7 +101,7 @@ def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor],
 
 
 def transformers(config: Config, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Training steps of Hugging Face's GPT-2, compiled, bf16 by autocast, fused AdamW; and what makes batches for it."""
+    """(training step of Hugging Face's GPT-2: compiled, bf16 autocast, fused AdamW; function that makes batches for it)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c: Any = config.model
@@ -109,13 +109,13 @@ def transformers(config: Config, device: torch.device) -> tuple[Callable[..., An
                       embd_pdrop=0, attn_pdrop=0, use_cache=False)
     with device:
         plain = GPT2LMHeadModel._from_config(kind, attn_implementation="sdpa").train()
-        model: Any = torch.compile(plain, disable=device.type == "cpu")        # a CPU only tries it
+        model: Any = torch.compile(plain, disable=device.type == "cpu")        # on a CPU the run is only a test
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
     def step(batch: dict[str, Tensor]) -> None:
         tokens = batch["tokens"][:, :-1].contiguous()
         with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss          # it shifts the labels itself
+            loss = model(input_ids=tokens, labels=tokens).loss          # the model shifts the labels
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

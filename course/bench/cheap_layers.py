@@ -1,7 +1,6 @@
-"""What stands for attention or MLP where only the kernels around them are measured (`kernel_table.py`).
+"""A stand-in for attention or MLP, to measure only the kernels around them (`kernel_table.py`).
 
-A module of its own, which is loaded once however a program is started: an operator that is made a second time leaves whoever has
-the first with memory that is gone.
+This is a separate module, so that it loads only once: registering an operator twice frees memory that the first one still uses.
 """
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor, nn
 
 @torch.library.custom_op("course::cheap_layer", mutates_args=())
 def cheap_layer(x: Tensor) -> Tensor:
-    """What a matmul would put out, in the shape of x, for which nothing is computed: memory that nobody wrote. Its gradient is no
-    better."""
+    """Uninitialized memory in the shape of x, in place of a matmul's output. Its gradient is uninitialized too."""
     return torch.empty_like(x)
 
 
@@ -20,11 +18,11 @@ cheap_layer.register_autograd(lambda ctx, grad: cheap_layer(grad))
 
 
 class CheapLayer(nn.Module):
-    """In the place of attention or MLP. The compiler cannot look inside, so it makes the kernels around it that a block has."""
+    """Replaces attention or MLP. The compiler cannot look inside, so it generates the same kernels around it as in a block."""
 
     def __init__(self, low: torch.dtype):
         super().__init__()
         self.low = low
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D) -> (B, T, D)
-        return cheap_layer(x.to(self.low))                                 # as autocast hands it to a linear
+        return cheap_layer(x.to(self.low))                              # as autocast passes it to a linear

@@ -1,4 +1,4 @@
-"""What modules share that are started as `python -m course.bench.NAME` or `experiments.NAME`: usage and errors in a sentence."""
+"""Usage and error messages for modules run as `python -m course.bench.NAME` or `experiments.NAME`."""
 
 import re
 import sys
@@ -11,9 +11,9 @@ from course.utils.errors import CourseError
 
 @contextmanager
 def command(usage: str, least: int = 1) -> Iterator[list[str]]:
-    """The words after the module's name but flags; too few, or a flag that `usage` does not name, end it with `usage`.
+    """Yield the command line's words without flags. Exit with `usage` if they are too few, or for a flag that it does not name.
 
-    A `CourseError` of the block becomes its sentence and exit status 1.
+    A `CourseError` inside the block is printed as a sentence, with exit status 1.
     """
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     flags = {word for word in sys.argv[1:] if word.startswith("--")}

@@ -1,8 +1,8 @@
-"""What a GPU's driver says while something runs: its clock, and the power that it draws.
+"""Record a GPU's clock and power during a measurement.
 
-Long matrix multiplications draw all the power that a GPU may, and then its clock goes down until they no longer do: an H200
-promises 1980 MHz, and trains a GPT at less than 1600. Two GPUs of one make differ there by percents, and so does one of them
-from a cool start to a long run. So a speed that is to be compared with another one stands beside its clock.
+Long matmuls reach a GPU's power limit, and then the GPU lowers its clock: an H200 with nominal 1980 MHz trains a GPT below 1600.
+Two GPUs of one model differ by a few percent, and so does one GPU between a cool start and a long run. So record the clock with
+every speed that you want to compare.
 """
 
 import subprocess
@@ -18,9 +18,9 @@ EVERY_MS = 100
 
 @contextmanager
 def clock_and_power(device: torch.device) -> Iterator[dict[str, float]]:
-    """Inside the block the driver is asked ten times a second; at its end the dict has the medians, in MHz and W.
+    """Query the driver ten times a second inside the block; at its end, fill the yielded dict with medians in MHz and W.
 
-    It stays empty without an NVIDIA GPU, or where nvidia-smi is missing or does not know a number.
+    The dict stays empty without an NVIDIA GPU or nvidia-smi, and lacks numbers that the driver does not report.
     """
     driver: dict[str, float] = {}
     asking = ask(device)
@@ -33,10 +33,10 @@ def clock_and_power(device: torch.device) -> Iterator[dict[str, float]]:
 
 
 def ask(device: torch.device) -> subprocess.Popen[str] | None:
-    """A process that prints a line each time."""
+    """Start nvidia-smi, which prints a line per query; None without an NVIDIA GPU or nvidia-smi."""
     if device.type != "cuda":
         return None
-    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"        # the driver's own numbers know no CUDA_VISIBLE_DEVICES
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"        # the driver's indices ignore CUDA_VISIBLE_DEVICES
     try:
         return subprocess.Popen(["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits",
                                  f"--loop-ms={EVERY_MS}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
@@ -45,7 +45,7 @@ def ask(device: torch.device) -> subprocess.Popen[str] | None:
 
 
 def medians(said: str) -> dict[str, float]:
-    """Of each number over the lines; a line that is cut off, and what the driver calls [N/A], count for nothing."""
+    """The median of each number over all lines, without truncated lines and values of [N/A]."""
     rows = [line.split(", ") for line in said.splitlines()]
     values_by_name: dict[str, float] = {}
     for place, name in enumerate(ASKED.values()):

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, one on each GPU of the machine at a time: as many side by side as it has GPUs."""
+"""Run measurements in separate processes, one per GPU at a time, in parallel on all GPUs of the machine."""
 
 import json
 import os
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def gpus_of(command: str, small: bool) -> list[str]:
-    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them; with --small one place on the CPU."""
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them; with --small one CPU slot. Raises `CourseError` without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     named = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     gpus = [""] if small else named[:torch.cuda.device_count()]
@@ -32,7 +32,7 @@ def gpus_of(command: str, small: bool) -> list[str]:
 
 
 def side_by_side(jobs: Iterable[str], run: Callable[[str, str], Row], gpus: list[str], done: Callable[[Row], None]) -> None:
-    """Do all jobs, `run(job, gpu)` each, on whatever GPU is free; `done` gets the rows, one at a time, as they come."""
+    """Run `run(job, gpu)` for all jobs, each on a free GPU. `done` receives each row when it is ready, one at a time."""
     free: SimpleQueue[str] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
@@ -52,7 +52,7 @@ def side_by_side(jobs: Iterable[str], run: Callable[[str, str], Row], gpus: list
 
 
 def start(arguments: list[str], gpus: str, timeout: float = 600, **environment: str) -> Row:
-    """What `python ARGUMENTS`, seeing these GPUs, printed as its last line of JSON; or {"error": the last of what it said}."""
+    """Run `python ARGUMENTS` on these GPUs and return its last line as JSON, or {"error": the last line of its output}."""
     with subprocess.Popen([sys.executable, *arguments], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus, **environment},
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
         try:
@@ -68,7 +68,7 @@ def start(arguments: list[str], gpus: str, timeout: float = 600, **environment: 
 
 
 def row_of(line: str) -> Row | None:
-    """A line of JSON as a row; None if it is another line."""
+    """Parse a line as a JSON object; None if it is something else."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -77,7 +77,7 @@ def row_of(line: str) -> Row | None:
 
 
 def end(pid: int) -> None:
-    """Kill a process with all that it has started, also in sessions of their own, as torchrun's ranks are."""
+    """Kill a process and all its descendants, also those in other sessions, such as torchrun's ranks."""
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         for process in [*parent.children(recursive=True), parent]:
@@ -86,14 +86,14 @@ def end(pid: int) -> None:
 
 
 class Rows:
-    """Rows in a JSON file, written after each: whoever has to stop keeps what there is. `order`: of the rows, by `key`."""
+    """Rows in a JSON file, rewritten after each row, so that an interrupted run keeps its results. order: of the rows' `key`."""
 
     def __init__(self, file: Path, head: Row, order: Iterable[str], key: str):
         self.file, self.head, self.order, self.key = file, head, list(order), key
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Put a row in its place and write the file anew. Raises `ValueError` if its key is none of `order`."""
+        """Insert a row in order and rewrite the file. Raises `ValueError` if its key is not in `order`."""
         self.rows.append(row)
         self.rows.sort(key=lambda row: self.order.index(row[self.key]))
         with atomic(self.file) as temporary:

@@ -1,9 +1,9 @@
-"""`course bench host`: what the host of this machine needs for a training step, in four minutes.
+"""`course bench host`: measure this machine's host time for training steps, in four minutes.
 
-Each row is a kind of model in a setting (`host_overhead.SETTINGS`), trained for whole steps at a width of 64: the GPU waits for
-the host all the time. Two depths and two numbers of micro-batches are measured by turns, with a step of plain PyTorch: a host is
-faster in one second than in the next, and what counts is how many such steps they are worth. Each GPU of the machine measures a
-share of the rows; those of several ranks are measured after that, where there are two GPUs.
+Each row is a kind of model in a setting (`host_overhead.SETTINGS`), trained for whole steps at width 64, where the GPU always
+waits for the host. Since a host's speed varies from second to second, a row alternates two depths, two numbers of micro-batches
+and a plain PyTorch step, and expresses times in such plain steps. Each GPU measures a share of the rows. Rows with several ranks
+follow, if there are two GPUs.
 """
 
 import json
@@ -33,21 +33,20 @@ from course.planner.host_overhead import RECOMPUTE, SETTINGS, Cost, row_name
 from course.training.assemble import assemble
 from course.utils.errors import CourseError
 
-BLOCKS, MICROS = (2, 8), (1, 3)                      # of a rank; times the stages of a pipeline, or it would have to wait
+BLOCKS, MICROS = (2, 8), (1, 3)                      # per rank; a pipeline has pp times as many, or it would wait
 LAPS = 7
 TINY = {"vit": ["vit-base", "model.grid=[32,32]", "model.channels=4"],
         "gpt": ["gpt-124m", "model.context=32", "model.vocab=256"],
         "dit": ["dit-xl", "model.latent=[4,8,8]", "model.patch=2"]}
-SMALL = ("gpt", "gpt, full", "gpt, swiglu")          # the rows of --small, and their laps
+SMALL = ("gpt", "gpt, full", "gpt, swiglu")          # the rows of --small
 SMALL_LAPS = 2
-TIMEOUT = 300                                        # seconds of a part
-Size = tuple[int, int, int]                          # blocks, micro-batches, buckets of gradients
-UNIT = (0, 0, 0)                                     # the size that stands for the plain step
+TIMEOUT = 300                                        # seconds, for one process
+Size = tuple[int, int, int]                          # blocks, micro-batches, gradient buckets
+UNIT = (0, 0, 0)                                     # key of the plain step
 
 
 def rows_of(gpus: int) -> dict[str, tuple[str, list[str]]]:
-    """What is measured on so many GPUs: by the row's name the kind of model and how it is set. Compiled ones, which take
-    longest, come last."""
+    """Row name -> (kind of model, overrides), for all rows measured on so many GPUs. Compiled rows take longest and come last."""
     plain = [(kind, "", (), compiled, how) for kind, compiled, how in product(TINY, (False, True), RECOMPUTE)]
     others = [(s.kind, name, s.overrides, compiled, how) for name, s in SETTINGS.items() if s.gpus == gpus
               for compiled, hows in ((False, s.eager), (True, s.compiled)) for how in hows]
@@ -57,8 +56,8 @@ def rows_of(gpus: int) -> dict[str, tuple[str, list[str]]]:
 
 
 def measure(kind: str, overrides: list[str], world: World, laps: int) -> tuple[Cost, float]:
-    """What a model's steps cost in a setting, on the ranks that there are, in plain steps; and the seconds of one of these."""
-    torch._dynamo.reset()                            # each row is compiled by itself
+    """(host cost of a model in a setting, in plain steps; seconds of a plain step), measured on all ranks of the world."""
+    torch._dynamo.reset()                            # compile each row separately
     axes = {name: 2 if f"parallel.{name}=2" in overrides else 1 for name in AXES}
     runs: dict[Size, Callable[[], object]] = {UNIT: plain_step(world.device)}
     sizes = [(blocks, micros, 25.0) for blocks, micros in product(BLOCKS, MICROS)]
@@ -79,14 +78,14 @@ def measure(kind: str, overrides: list[str], world: World, laps: int) -> tuple[C
 
 
 def fitted(steps: Mapping[Size, float]) -> Cost:
-    """The cost that is nearest to those of steps of (blocks, micro-batches, buckets), each relative to itself."""
+    """Fit a cost to steps of (blocks, micro-batches, buckets) by least squares of relative errors."""
     terms = np.array([[1, micros, micros * blocks, buckets - 1] for blocks, micros, buckets in steps])
     values = np.array(list(steps.values()))
     return Cost(*(float(x) for x in np.linalg.lstsq(terms / values[:, None], np.ones(len(values)), rcond=None)[0]))
 
 
 def plain_step(device: torch.device) -> Callable[[], object]:
-    """Forward and backward of four small MLPs in plain PyTorch: the unit in which hosts are compared."""
+    """Forward and backward of four small MLPs in plain PyTorch: the unit of host cost."""
     layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)))
     layers, x = layers.to(device), torch.randn(16, 64, device=device)
 
@@ -101,18 +100,17 @@ def plain_step(device: torch.device) -> Callable[[], object]:
 
 @cache
 def mesh_of(world: World, pp: int, dp: int, cp: int, tp: int) -> Mesh:
-    """The ranks along one axis: made once, for all rows."""
+    """The mesh of these sizes, built once for all rows."""
     return build_mesh(Parallel(pp=pp, dp=dp, cp=cp, tp=tp), world)
 
 
 def half(world: World) -> str:
-    """What a configuration calls the format of 16 bits that the device computes in."""
+    """The name of the device's 16-bit format in configurations."""
     return "bf16" if kernel_table.half(world.device) == torch.bfloat16 else "fp16"
 
 
 def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
-    """Measure every `of`-th row for so many GPUs, from the given one on, and write to the file the numbers of its cost, or what
-    went wrong."""
+    """Measure every `of`-th row for so many GPUs, starting at `number`. Write each cost, or the error, to the file."""
     with joined("cpu" if small else "cuda") as world:
         rows: Row = {}
         plain: list[float] = []
@@ -123,14 +121,17 @@ def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
                 cost, unit = measure(kind, overrides, world, SMALL_LAPS if small else LAPS)
                 rows[name] = astuple(cost)
                 plain.append(unit)
-            except Exception as error:               # on all ranks alike, such as a format that the GPU does not know
+            except Exception as error:               # on all ranks alike, such as an unsupported format
                 rows[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            if world.rank == 0:                      # after each: a part that takes too long keeps what it has
+            if world.rank == 0:                      # after each row, to keep results after a timeout
                 file.write_text(json.dumps({"rows": rows, "plain": plain}), encoding="utf-8")
 
 
 def main(small: bool) -> Row:
-    """The table of this machine. small: three rows on the CPU, to see that it works."""
+    """Measure the table of this machine. small: three rows on the CPU, as a test.
+
+    Raises `CourseError` if no row could be measured.
+    """
     begin = time.perf_counter()
     gpus = gpu_pool.gpus_of("course bench host", small)
     pairs = [",".join(gpus[i:i + 2]) for i in range(0, len(gpus) - 1, 2)]
@@ -169,4 +170,4 @@ if __name__ == "__main__":
     with command("GPUS NUMBER OF FILE [--small]", 4) as words:
         count, first, every = (int(word) for word in words[:3])
         share(count, first, every, "--small" in sys.argv, Path(words[3]))
-        print("{}")                                  # what `gpu_pool.start` waits for
+        print("{}")                                  # `gpu_pool.start` expects a line of JSON

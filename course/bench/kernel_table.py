@@ -1,9 +1,9 @@
-"""`course bench kernels`: the table that a performance model of this GPU is made of, in less than five minutes.
+"""`course bench kernels`: measure a table of kernel times for the performance model of this GPU, in less than five minutes.
 
-Seconds of matmuls over (m, k, n), of attention, PyTorch's and packed, over (batch x heads, tokens, head_dim), of what memory
-bounds over its bytes, of compiled norms over bytes and width. `planner/kernel_efficiency.py` reads it. A lap lasts at least 0.05
-s: a GPU at full power lowers its clock within milliseconds, and a training step runs at what it then sustains, not at what a
-short burst reaches. Short kernels are measured several to a CUDA graph, or the host's launches would be what is measured.
+The table holds seconds of matmuls over (m, k, n), of PyTorch's and packed attention over (batch x heads, tokens, head_dim), of
+memory-bound kernels over bytes, and of compiled norms over bytes and width. `planner/kernel_efficiency.py` reads it. A lap lasts
+at least 0.05 s, since a GPU at full power lowers its clock within milliseconds, and training runs at the sustained clock. A CUDA
+graph holds several calls of a short kernel, so that launches do not dominate.
 """
 
 import math
@@ -34,32 +34,32 @@ from course.parallel import join, leave
 
 Run = Callable[[], object]
 LAPS = 3
-LONG, MOST = 2e-3, 20                                # seconds of a call beside which its launch is nothing; calls in a graph
-# Log grids. The sides of matmuls have more points where efficiency changes, below 4096; tokens of a step are the largest.
+LONG, MOST = 2e-3, 20                                # seconds beside which a launch is negligible; most calls in a graph
+# log grids. Matmul sides have more points below 4096, where efficiency changes; the largest: tokens per step
 SIDES = (64, 256, 1024, 2048, 4096, 16384)
 HEADS, TOKENS, WIDTHS = (16, 256), (256, 1024, 4096, 16384), (48, 64, 72, 96, 128)
 PACKED_WIDTHS = (48, 64, 72, 96)  # fuse_blocks leaves heads of 128 to PyTorch
-TOKENS32, WIDTHS32 = (1024, 4096), (48, 64, 96, 128)                    # in 32 bits, which few train in
-BYTES = (1e6, 8e6, 64e6, 512e6, 2e9)                 # that a kernel reads and writes together
+TOKENS32, WIDTHS32 = (1024, 4096), (48, 64, 96, 128)                    # 32 bits: a smaller grid, since few train in it
+BYTES = (1e6, 8e6, 64e6, 512e6, 2e9)                 # that a kernel reads and writes in all
 MESSAGES = (1e5, 1e6, 8e6, 32e6, 128e6, 512e6)       # bytes of a collective
-# Of norms: bytes forward, and numbers in a row. The compiler keeps short rows, padded to a power of two, in registers; of longer
-# ones, such as DiT-XL's 1152, it makes loops that read them twice.
+# norms: bytes forward, numbers per row. The compiler keeps short rows, padded to a power of two, in registers; for longer ones,
+# such as DiT-XL's 1152, it generates loops that read them twice
 NORM_BYTES, NORM_WIDTHS = (64e6, 512e6), (768, 1024, 1152, 1536, 2048, 4096)
 SMALL = {"SIDES": (16, 64), "HEADS": (2, 4), "TOKENS": (16, 32), "WIDTHS": (8, 16), "BYTES": (1e4, 1e5), "MESSAGES": (1e3, 1e4),
          "NORM_BYTES": (1e4, 1e5), "NORM_WIDTHS": (8, 12), "PACKED_WIDTHS": (8, 12)}
-WIDTH = 1024                                         # of the rows in kernels that are bound by memory
-SAMPLE = 256                                         # tokens of a sample, over which DiT's gradients of gate, scale and shift sum
-# Bytes of each number of the stream that a residual sum with its norm moves at least, in 16 bits; as blocktime.norm_bytes says.
+WIDTH = 1024                                         # of a row in memory-bound kernels
+SAMPLE = 256                                         # tokens per sample: DiT sums gradients of gate, scale and shift over them
+# least bytes per number of a 16-bit stream that a residual sum with its norm moves (planner/block_time.py, `norm_bytes`)
 MOVED = {"forward": 8, "backward": 14, "forward ada": 8, "backward ada": 16}
 E4M3 = torch.float8_e4m3fn
 
 
 def main(device: torch.device, small: bool) -> dict[str, Any]:
-    """The table of this device. small: tiny sizes, to see that it works, on a CPU in seconds."""
+    """Measure the table of this device. small: tiny sizes, as a test that takes seconds on a CPU."""
     begin = time.perf_counter()
     sizes, seconds, side = how(device, small)
     with side:
-        # TF32 is as PyTorch's default once was, of interest beside the others: every second point has to do
+        # every second point is enough for TF32, which is only for comparison
         matmuls = {name: matmul_grid(name, sizes["SIDES"][::1 + (name == "tf32")], device, seconds) for name in formats(device)}
         dtype = half(device) if device.type == "cuda" else torch.float32
         attention = dict(attention_grids([sizes["HEADS"], sizes["TOKENS"], sizes["WIDTHS"]], dtype, device, seconds))
@@ -78,9 +78,9 @@ def main(device: torch.device, small: bool) -> dict[str, Any]:
 
 
 def how(device: torch.device, small: bool) -> tuple[dict[str, Any], Callable[[Run], float], Any]:
-    """(the sizes of the grids, what measures a call, the stream to measure on).
+    """(sizes of the grids, function that measures a call, stream to measure on).
 
-    All on one stream that is not the default one: a graph can capture backward passes of what was computed on its own stream.
+    Everything runs on one side stream, because a graph can only capture a backward pass whose forward ran on the graph's stream.
     """
     sizes = {name: SMALL[name] if small else globals()[name] for name in SMALL}
     side = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
@@ -88,10 +88,10 @@ def how(device: torch.device, small: bool) -> tuple[dict[str, Any], Callable[[Ru
 
 
 def stopwatch(run: Run, device: torch.device, least: float) -> float:
-    """Seconds of a call; on a GPU those of its kernels alone, if they are short."""
+    """Seconds of a call. Short GPU kernels are measured in a graph, without launches."""
     if device.type == "cpu":
         return timing.seconds(run, device, LAPS, least)
-    for _ in range(timing.SETTLE):                    # also makes what only the first call makes, outside the graph
+    for _ in range(timing.SETTLE):                    # also allocates, outside the graph, what the first call needs
         run()
     timing.wait(device)
     begin = time.perf_counter()
@@ -101,7 +101,7 @@ def stopwatch(run: Run, device: torch.device, least: float) -> float:
     if calls == 1:
         return timing.seconds(run, device, LAPS, least)
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()                            # `with torch.cuda.graph` empties caches first, which would take minutes here
+    graph.capture_begin()                            # `with torch.cuda.graph` would empty caches each time, for minutes in all
     for _ in range(calls):
         run()
     graph.capture_end()
@@ -109,7 +109,7 @@ def stopwatch(run: Run, device: torch.device, least: float) -> float:
 
 
 def formats(device: torch.device) -> list[str]:
-    """What the device's matmuls know, fp32 and TF32 aside where there are tensor cores for 16 bits."""
+    """The matmul formats to measure on the device."""
     if device.type == "cpu":
         return ["fp32"]
     major, minor = torch.cuda.get_device_capability(device)
@@ -117,14 +117,14 @@ def formats(device: torch.device) -> list[str]:
 
 
 def matmul_grid(name: str, sides: Sequence[int], device: torch.device, seconds: Callable[[Run], float]) -> dict[str, Any]:
-    """Seconds of (m, k) @ (k, n) on a grid; the second operand lies column after column, as a linear's weight does."""
+    """Seconds of (m, k) @ (k, n) on a grid. The second operand is column-major, as a linear's transposed weight is."""
     with timing.tf32():
         found = [seconds(matmul(name, m, k, n, device)) for m, k, n in product(sides, sides, sides)]
     return {"axes": [list(sides)] * 3, "seconds": found}
 
 
 def matmul(name: str, m: int, k: int, n: int, device: torch.device) -> Run:
-    """(m, k) @ (k, n) in the named format; FP8's sums are those of the library's forward pass, fast and less exact."""
+    """(m, k) @ (k, n) in the named format. FP8 accumulates as in the library's forward pass, fast and less exact."""
     if name == "fp8":
         a8, b8 = (torch.randn(side, k, device=device).to(E4M3) for side in (m, n))
         one = torch.ones((), device=device)
@@ -136,7 +136,7 @@ def matmul(name: str, m: int, k: int, n: int, device: torch.device) -> Run:
 
 def attention_grids(axes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, seconds: Callable[[Run], float],
                     make: Callable[..., Iterator[Run]] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Seconds of attention, forward and backward, causal and not; by PyTorch's default backend, unless `make` makes another."""
+    """Yield (grid name, seconds) of attention, forward and backward, full and causal. make: instead of PyTorch's attention."""
     for causal in (False, True):
         pairs = [[seconds(run) for run in (make or attention)(h, t, d, causal, dtype, device)] for h, t, d in product(*axes)]
         for which, found in zip(("forward", "backward"), zip(*pairs, strict=True), strict=True):
@@ -144,7 +144,7 @@ def attention_grids(axes: Sequence[Sequence[int]], dtype: torch.dtype, device: t
 
 
 def attention(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dtype, device: torch.device) -> Iterator[Run]:
-    """Forward, then backward. Queries, keys and values lie in memory as they come out of one linear."""
+    """Yield forward and backward of PyTorch's attention. Queries, keys and values have the strides of a qkv linear's output."""
     batch = 8 if heads % 8 == 0 else 1
     q, k, v = (torch.randn(batch, tokens, heads // batch, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
                for _ in range(3))                                       # (B, h, T, d)
@@ -155,7 +155,7 @@ def attention(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dt
 
 
 def packed(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dtype, device: torch.device) -> Iterator[Run]:
-    """The same by `course.ops.packed_attention`. Backward also puts the three gradients together and adds them up for a bias."""
+    """Yield forward and backward of `course.ops.packed_attention`. Backward also concatenates gradients and sums the bias's."""
     batch = 8 if heads % 8 == 0 else 1
     qkv = torch.randn(batch, tokens, 3, heads // batch, width, device=device).to(dtype).requires_grad_()    # (B, T, 3, h, d)
     yield torch.no_grad()(lambda: packed_attention(qkv, None, causal))
@@ -171,7 +171,7 @@ def packed_grids(sizes: dict[str, Any], device: torch.device, seconds: Callable[
 
 
 def kinds(device: torch.device) -> dict[str, Callable[[float, torch.device], Run]]:
-    """What makes a kernel of each kind that is bound by memory; planner/kernel_efficiency.py says what they stand for."""
+    """Kind -> function that makes a memory-bound kernel of it; planner/kernel_efficiency.py describes the kinds."""
     makers: dict[str, Callable[[float, torch.device], Run]] = {
         "copy": copy, "elementwise": elementwise, "norm": norm, "norm_back": norm_back, "columns": columns,
         "shuffle": shuffle, "adam": adam, "fused": fused}
@@ -181,38 +181,38 @@ def kinds(device: torch.device) -> dict[str, Callable[[float, torch.device], Run
 
 
 def rows(size: float, device: torch.device, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Tensor:
-    """So many bytes as rows of the usual width."""
+    """A random tensor of so many bytes, as rows of the usual width."""
     number = int(size / torch.empty((), dtype=dtype).element_size() / width)
     return torch.randn(max(1, number), width, device=device).to(dtype)
 
 
 def half(device: torch.device) -> torch.dtype:
-    """A format of 16 bits that the device computes in."""
+    """The 16-bit format that the device computes in."""
     return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported(False) else torch.bfloat16
 
 
 def copy(size: float, device: torch.device) -> Run:
-    """Float32 to other memory: read once, written once."""
+    """A float32 copy: one read, one write."""
     source = rows(size / 2, device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def elementwise(size: float, device: torch.device) -> Run:
-    """A residual sum as autocast makes it: float32 plus 16 bits, 10 bytes a number."""
+    """A residual sum under autocast: float32 plus 16 bits, 10 bytes per number."""
     x = rows(size * 0.4, device)
     y = x.to(half(device))
     return lambda: x + y
 
 
 def norm(size: float, device: torch.device) -> Run:
-    """A LayerNorm of float32 rows: read once, written once."""
+    """A LayerNorm of float32 rows: one read, one write."""
     x, weight = rows(size / 2, device), torch.ones(WIDTH, device=device)
     return lambda: F.layer_norm(x, (WIDTH,), weight, weight)
 
 
 def norm_back(size: float, device: torch.device) -> Run:
-    """Gradient of a LayerNorm's input: x and dy read, dx written; its weights' gradients are sums over columns."""
+    """The gradient of a LayerNorm's input: reads x and dy, writes dx. `columns` covers the gradients of its weights."""
     x, weight = rows(size / 3, device).requires_grad_(), torch.ones(WIDTH, device=device)
     y = F.layer_norm(x, (WIDTH,), weight, weight)
     grad = torch.randn_like(y)
@@ -220,19 +220,19 @@ def norm_back(size: float, device: torch.device) -> Run:
 
 
 def columns(size: float, device: torch.device) -> Run:
-    """Gradients of biases: the sum over tokens."""
+    """The gradient of a bias: a sum over tokens."""
     x = rows(size, device, half(device))
     return lambda: x.sum(0)
 
 
 def shuffle(size: float, device: torch.device) -> Run:
-    """Tokens and heads exchanged: (n, 8, 128) -> (8, n, 128), read and written."""
+    """A transposition of tokens and heads, (n, 8, 128) -> (8, n, 128): one read, one write."""
     x = rows(size / 2, device, half(device)).view(-1, 8, WIDTH // 8)
     return lambda: x.transpose(0, 1).contiguous()
 
 
 def adam(size: float, device: torch.device) -> Run:
-    """28 bytes a parameter, in pieces as a model has them."""
+    """A step of fused Adam, 28 bytes per parameter, over up to 64 tensors."""
     pieces = max(1, min(64, int(size / 28 / WIDTH)))
     parameters = [nn.Parameter(rows(size / 28 * 4 / pieces, device)) for _ in range(pieces)]
     for parameter in parameters:
@@ -241,7 +241,7 @@ def adam(size: float, device: torch.device) -> Run:
 
 
 def fused(size: float, device: torch.device) -> Run:
-    """Sum and norm in one compiled kernel: stream and branch read, stream and the matmul's input written, 12 bytes a number."""
+    """Residual sum and norm in one compiled kernel, 12 bytes per number: reads stream, branch; writes stream, matmul input."""
     x, weight, low = rows(size / 3, device), torch.ones(WIDTH, device=device), half(device)
     branch = x.to(low)
 
@@ -256,7 +256,7 @@ def fused(size: float, device: torch.device) -> Run:
 
 
 def cast(size: float, device: torch.device) -> Run:
-    """native FP8: 16 bits read, two times 8 written."""
+    """Native FP8's cast: reads 16 bits, writes 8 bits twice."""
     from course.fp8 import native  # defines the operator
 
     assert native.E4M3 == E4M3
@@ -267,10 +267,10 @@ def cast(size: float, device: torch.device) -> Run:
 # ---- compiled norms ----
 
 def norm_grids(sides: dict[str, Any], device: torch.device, seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
-    """Seconds of one of a compiled block's two residual sums and norms, over bytes and width of the rows: forward and backward,
-    of LayerNorms with weights and, "ada", of DiT's modulation.
+    """Seconds of one residual sum and norm of a compiled block, over bytes and row width: forward and backward, for LayerNorms
+    with weights and, "ada", for DiT's modulation.
 
-    Backward holds the sums over tokens: gradients of the weights, or of gate, scale and shift.
+    Backward includes the sums over tokens for the gradients of the weights, or of gate, scale and shift.
     """
     found: dict[str, dict[str, Any]] = {}
     sizes, widths = sides["NORM_BYTES"], sides["NORM_WIDTHS"]
@@ -279,8 +279,8 @@ def norm_grids(sides: dict[str, Any], device: torch.device, seconds: Callable[[R
         for size, width in product(sizes, widths):
             numbers = size / MOVED[names[0]]
             samples = max(1, round(numbers / SAMPLE / width))
-            part = numbers / (samples * SAMPLE * width) / 2             # they are whole, and a block has two
-            # else a compiled backward may write over what forward kept, and then refuses to run twice
+            part = numbers / (samples * SAMPLE * width) / 2             # samples are whole, and a block has two norms
+            # else a compiled backward may overwrite saved tensors, and refuses to run twice
             with functorch.patch(donated_buffer=False):
                 pairs.append([part * seconds(run) for run in between(samples, width, "ada" in names[0], device)])
         for name, taken in zip(names, zip(*pairs, strict=True), strict=True):
@@ -290,13 +290,13 @@ def norm_grids(sides: dict[str, Any], device: torch.device, seconds: Callable[[R
 
 
 def between(samples: int, width: int, ada: bool, device: torch.device) -> Iterator[Run]:
-    """Forward, then backward of all that a block does between its matmuls, compiled as in training, with a 16-bit stream."""
+    """Yield forward and backward of a block without its matmuls, compiled as in training, with a 16-bit stream."""
     low, block = half(device), stripped(width, ada, device)
     x = torch.randn(samples, SAMPLE, width, device=device).to(low).requires_grad_()     # (B, T, D)
     c = torch.randn(samples, 6 * width, device=device).to(low).requires_grad_()         # (B, 6 D)
     inputs = [x, c] if ada else [x, *block.parameters()]
     if device.type == "cuda":
-        torch._dynamo.reset()                        # each size by itself, without a limit to their number
+        torch._dynamo.reset()                        # compile each size separately, without the recompilation limit
         block = torch.compile(block, dynamic=False, fullgraph=True)
 
     def forward() -> Tensor:
@@ -310,8 +310,8 @@ def between(samples: int, width: int, ada: bool, device: torch.device) -> Iterat
 
 
 def stripped(width: int, ada: bool, device: torch.device) -> Any:
-    """A block of the ViT or DiT (ada) without its matmuls. DiT's condition is then the modulation itself, (B, 6 D)."""
-    with torch.device("meta"):                       # whose weights need no memory
+    """A block of the ViT or DiT (ada) without its matmuls. DiT's condition then is the modulation, (B, 6 D)."""
+    with torch.device("meta"):                       # weights without memory
         block: Any = dit.AdaLNBlock(width, 1, width) if ada else layers.Block(width, 1, width, "")
     block.attn, block.mlp = CheapLayer(half(device)), CheapLayer(half(device))
     if ada:
@@ -323,11 +323,11 @@ def stripped(width: int, ada: bool, device: torch.device) -> Any:
 
 
 def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]]]:
-    """Seconds of all-reduces among 2, 4, ... of the machine's GPUs by their bytes (small: two processes on the CPU)."""
+    """Number of GPUs (2, 4, ...) -> [[bytes, seconds], ...] of all-reduces. small: two processes on the CPU."""
     most = 2 if small or device.type == "cpu" else torch.cuda.device_count()
     seconds: dict[str, list[list[float]]] = {}
     if device.type == "cuda":
-        torch.cuda.empty_cache()                     # the other processes use this GPU, too
+        torch.cuda.empty_cache()                     # the ranks use this GPU too
     with TemporaryDirectory() as folder:
         for n in [2**i for i in range(1, most.bit_length())]:
             file = Path(folder) / f"{n}.txt"
@@ -340,18 +340,18 @@ def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]
 
 
 def all_reduces(file: Path, small: bool) -> None:
-    """Measure on the ranks that there are; the first writes a line `bytes seconds` for each size."""
+    """Measure all-reduces on the ranks of this job; rank 0 writes a line `bytes seconds` for each size."""
     world = join("cpu" if small else "auto")
     lines = []
     for size in SMALL["MESSAGES"] if small else MESSAGES:
         x = torch.zeros(math.ceil(size / 4), device=world.device)
         calls = 5 if small else max(5, int(2e9 / size) if size > 1e7 else 200)
         laps = []
-        for _ in range(LAPS + 1):                    # the first warms up
+        for _ in range(LAPS + 1):                    # the first lap is warmup
             dist.barrier()
             timing.wait(world.device)
             begin = time.perf_counter()
-            for _ in range(calls):                   # as many on every rank: none may stop earlier
+            for _ in range(calls):                   # the same number on every rank, or they would hang
                 dist.all_reduce(x)
             timing.wait(world.device)
             laps.append((time.perf_counter() - begin) / calls)

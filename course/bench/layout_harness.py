@@ -1,4 +1,4 @@
-"""What benchmarks of layouts share: a stack of blocks to measure on, and the measuring: medians, of the slowest rank."""
+"""Tools for layout benchmarks: a stack of blocks to measure, and timing as the median over the slowest rank's laps."""
 
 import math
 import statistics
@@ -24,39 +24,39 @@ from course.training.step import Progress, build_compute
 Row = dict[str, Any]
 K = TypeVar("K", bound=Hashable)
 LAPS, WARM = 10, 4
-PROFILE = "--profile"                                # on the command line: kernel tables, too
+PROFILE = "--profile"                                # flag: also print kernel tables
 
 
 class Pick(nn.Module):
-    """The embedding of a stack: the input as it is."""
+    """The embedding of a stack: passes the input through."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:              # (B, T, D)
         return batch["input"]
 
 
 class MeanSquare(Loss):
-    """A loss that costs next to nothing: each rank's tokens are all to it."""
+    """A nearly free loss: the mean square of each rank's own tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = SumOverTokens()                # which surgery asks for; nothing passes through, to keep it so cheap
+        self.total = SumOverTokens()                # surgery requires it; unused here, to keep the loss cheap
 
     def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:   # (B, T, D) -> () twice
         return output.float().square().mean(), self.weight(batch).sum()
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B,): 1.0 for each sample, 0.0 for those that only fill a batch up."""
+        """(B,): 1.0 for each sample, 0.0 for padding."""
         return (batch["sample"] >= 0).float()
 
 
 class Stack(Model):
-    """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
+    """A stack of transformer blocks, (B, T, D) -> (B, T, D)."""
 
     tensor_plan = TENSOR_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, dim: int, depth: int, heads: int, causal: bool, tanh: bool = False):
-        super().__init__(None)                      # no model's configuration: nothing is unusual
+        super().__init__(None)                      # no configuration is needed
         self.embed = Pick()
         self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
         if tanh:
@@ -75,8 +75,9 @@ class Stack(Model):
 
 def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True,
           triton: bool = False) -> Layout:
-    """A stack of (width, depth, heads) in a layout, whose `stages` are the model, with random weights. triton: by the kernels of
-    kernels=triton, with GELU through tanh."""
+    """Build a stack of size (width, depth, heads) with random weights in a layout, whose `stages` hold it.
+
+    triton: use the kernels of kernels=triton, with the tanh approximation of GELU."""
     with torch.device("meta"):
         model = Stack(*size, causal, triton)
     layout = parallelize(model, mesh, settings) if cut else serial_layout(model, mesh.world)
@@ -88,7 +89,7 @@ def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, i
 
 
 def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A prepared batch of random tokens."""
+    """A batch of random activations, as a stack takes it."""
     return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype),
             "sample": torch.arange(samples, device=device),
             "position": torch.arange(tokens, device=device).expand(samples, tokens)}
@@ -96,7 +97,7 @@ def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: t
 
 def forward_backward(layout: Layout, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
                      precision: Any = "fp32") -> Callable[[], object]:
-    """One call of the library's compute, forward and backward, with the gradients dropped at the end."""
+    """A function that runs the library's forward and backward pass once and drops the gradients."""
     config = Config(train=Train(micro_batch=micro, global_batch=len(batch["sample"])), precision=precision,
                     parallel=settings or Parallel())
     compute = build_compute(layout.stages[-1], Progress.start(config, layout.mesh.world.device), config, layout)
@@ -110,14 +111,14 @@ def forward_backward(layout: Layout, batch: dict[str, Tensor], micro: int = 0, s
 
 
 def milliseconds(run: Callable[[], object], world: World, laps: int = LAPS) -> float:
-    """Median over the laps of the slowest rank's time; of few laps, few to warm up."""
+    """Median over the laps of the slowest rank's time, after at most `laps` warmup calls."""
     for _ in range(min(WARM, laps)):
         run()
     return statistics.median(lap(run, world) for _ in range(laps)) * 1e3
 
 
 def lap(run: Callable[[], object], world: World) -> float:
-    """Seconds of a call that begins on all ranks together, of the slowest."""
+    """Seconds of a call that starts on all ranks together, on the slowest rank."""
     timing.wait(world.device)
     if world.size > 1:
         dist.barrier()
@@ -131,9 +132,9 @@ def lap(run: Callable[[], object], world: World) -> float:
 
 
 def by_turns(runs: Mapping[K, Callable[[], object]], world: World, laps: int, least: float = 0.06) -> dict[K, list[float]]:
-    """Seconds of a call of each, lap by lap, one run after the other in each.
+    """Seconds per call of each run, lap by lap. A lap alternates over all runs, so that all see the same drift.
 
-    A lap is as many calls as take at least `least` seconds, with no wait between: the host may run ahead, as it does in training.
+    A lap repeats a run for at least `least` seconds without waiting between calls: the host may run ahead, as in training.
     """
     calls = {name: max(1, math.ceil(1e3 * least / milliseconds(run, world, 3))) for name, run in runs.items()}
     seconds: dict[K, list[float]] = {name: [] for name in runs}
@@ -144,18 +145,18 @@ def by_turns(runs: Mapping[K, Callable[[], object]], world: World, laps: int, le
 
 
 def repeat(run: Callable[[], object], calls: int) -> None:
-    """So many calls."""
+    """Call `run` so many times."""
     for _ in range(calls):
         run()
 
 
 def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:
-    """A row: time and peak memory of a call, in which everything that it needs is made once."""
+    """Measure time and peak memory of a call, as a row; an error becomes a row too."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
         ms = milliseconds(run, world, laps)
-    except Exception as error:                      # of PyTorch's own, on all ranks alike: the others' rows still count
+    except Exception as error:                      # raised on all ranks alike; other rows still count
         print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
@@ -169,7 +170,7 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
 
 
 def profile(case: str, run: Callable[[], object]) -> None:
-    """Where a call's time on the GPU goes, by kernel; printed if the case has a name."""
+    """Profile a call, and print its GPU time by kernel if the case has a name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA,
                                             torch.profiler.ProfilerActivity.CPU]) as profiler:
         run()

@@ -1,7 +1,7 @@
-"""How fast the parallel layouts are, beside what PyTorch offers: `course bench tp` and its sisters.
+"""`course bench tp`, `cp`, `dp`, `pp` and more: time the parallel layouts, and PyTorch's alternatives.
 
-Each run measures what its number of GPUs allows and adds rows to a file (JSON): medians after warm-up, the slowest rank counts.
-`torchrun --nproc-per-node N -m course.bench.layouts KIND FILE` is one such run, which `everywhere` makes for 1, 2, 4 ... GPUs.
+A run measures the cases for its number of GPUs and adds rows to a JSON file: medians after warmup, over the slowest rank's laps.
+`torchrun --nproc-per-node N -m course.bench.layouts KIND FILE` is one run; `everywhere` starts runs on 1, 2, 4 ... GPUs.
 """
 
 import json
@@ -35,7 +35,7 @@ from course.utils.errors import CourseError
 
 
 def tp(world: World, small: bool) -> Iterator[Row]:
-    """8 layers of hidden 4096, 4 x 4096 tokens, bf16, forward and backward; with the library's layouts and with DTensor."""
+    """Tensor parallelism: 8 layers of width 4096, 4 x 4096 tokens, bf16, forward and backward; the library and DTensor."""
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((4096, 8, 32), (4, 4096))
     n, dtype = world.size, torch.bfloat16
     batch = batch_of(samples, tokens, size[0], world.device, dtype)
@@ -59,7 +59,7 @@ def tp(world: World, small: bool) -> Iterator[Row]:
 
 
 def tp_vit(world: World, small: bool) -> Iterator[Row]:
-    """The weather ViT of width 1024, batch 16, bf16: whole training steps with Adam; also in a graph, which waits for no host."""
+    """Training steps of the weather ViT with width 1024, batch 16, bf16 and Adam: eager, compiled, and in a CUDA graph."""
     extra = ["model.grid=[16,32]", "model.dim=64", "model.depth=2", "train.device=cpu"] if small else []
     n = world.size
     layouts = {"plain": ["parallel.sp=false"], "sequence": ["parallel.sp=true", "parallel.overlap=none"],
@@ -78,7 +78,7 @@ def tp_vit(world: World, small: bool) -> Iterator[Row]:
 
 
 def cp(world: World, small: bool) -> Iterator[Row]:
-    """Attention of 32 heads of 128, one sequence: forward and backward, each method, causal and not."""
+    """Context-parallel attention, 32 heads of 128, one sequence: forward and backward, each method, causal and full."""
     n, device = world.size, world.device
     for tokens in (64, 128) if small else (16384, 32768, 65536):
         for causal in (True, False):
@@ -97,12 +97,12 @@ def cp(world: World, small: bool) -> Iterator[Row]:
 
 
 def sdpa(causal: bool) -> Callable[..., Tensor]:
-    """PyTorch's attention, as `attention` calls it."""
+    """PyTorch's attention, with the arguments that `attention` passes."""
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, context: Any = None) -> Callable[[], object]:
-    """Forward and backward of one attention with (1, 32, tokens, 128) queries, keys and values."""
+    """Forward and backward of one attention with queries, keys and values of shape (1, 32, tokens, 128)."""
     heads, width = (4, 8) if device.type == "cpu" else (32, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
@@ -110,7 +110,7 @@ def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, 
     made = [torch.randn(1, heads, tokens, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
 
     def run() -> None:
-        inputs = made if context is None else [x.detach().clone() for x in made]     # PyTorch's cuts its buffers in place
+        inputs = made if context is None else [x.detach().clone() for x in made]     # context_parallel splits in place
         with nullcontext() if context is None else context(inputs):
             if context is not None:
                 inputs = [x.requires_grad_() for x in inputs]
@@ -124,7 +124,7 @@ def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, 
 
 
 def dp(world: World, small: bool) -> Iterator[Row]:
-    """A causal stack of GPT 350M's shape, 16 x 1024 tokens on each GPU, bf16 over fp32 parameters: forward, backward, average."""
+    """Data parallelism: forward, backward, averaging of a stack like GPT 350M, 16 x 1024 tokens per GPU, bf16 over float32."""
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((1024, 24, 16), (16, 1024))
     for compiled in (False, True):
         for method, size_mb in (("none", 25.0), ("naive", 25.0), ("bucketed", 25.0), ("bucketed", 100.0), ("ddp", 25.0),
@@ -153,7 +153,7 @@ def dp(world: World, small: bool) -> Iterator[Row]:
 
 
 def pp(world: World, small: bool) -> Iterator[Row]:
-    """16 layers of hidden 4096 in 16 micro-batches of 4096 tokens, bf16: every schedule, the library's and PyTorch's."""
+    """Pipelines: 16 layers of width 4096, 16 micro-batches of 4096 tokens, bf16; all schedules of the library and PyTorch."""
     size, (micros, tokens) = ((64, 8, 4), (8, 32)) if small else ((4096, 16, 32), (16, 4096))
     p, dtype = world.size, torch.bfloat16
     batch = batch_of(micros, tokens, size[0], world.device, dtype)
@@ -173,7 +173,7 @@ def pp(world: World, small: bool) -> Iterator[Row]:
 
 
 def zero(world: World, small: bool) -> Iterator[Row]:
-    """The stack of `dp` with Adam: whole steps, with the states everywhere, cut by ZeRO-1, and by ZeroRedundancyOptimizer."""
+    """Whole steps of the `dp` stack with Adam: replicated states, ZeRO-1, and PyTorch's ZeroRedundancyOptimizer."""
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((1024, 24, 16), (16, 1024))
     if world.size == 1:
         return
@@ -216,16 +216,16 @@ def zero(world: World, small: bool) -> Iterator[Row]:
 
 
 def sp(world: World, small: bool) -> Iterator[Row]:
-    """Training steps with sequence parallelism on all GPUs, compiled. Left to the host, samples one by one and as one; in a
-    graph, which has no host to wait for (one by one); and so by kernels of our own, by NCCL, through each other's memory, and
-    without sequence parallelism."""
+    """Compiled training steps with sequence parallelism on all GPUs. Without a graph: samples sent one by one, and as one. In a
+    graph, one by one: the compiler's kernels; Triton kernels with NCCL, with symmetric memory, and without sequence
+    parallelism."""
     models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
               "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
               "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"],
               "GPT 1.3B, 4 samples": ["gpt-1.3b", "train.global_batch=4"]}
     graph, triton = ["graphs=true"], ["graphs=true", "kernels=triton"]
-    ways = {"one by one": (0, []), "as one": (sys.maxsize, []), "in a graph": (0, graph),            # overlap's limits, settings
+    ways = {"one by one": (0, []), "as one": (sys.maxsize, []), "in a graph": (0, graph),            # limit, settings
             "Triton kernels, in a graph": (0, triton),
             "Triton kernels, through memory, in a graph": (0, [*triton, "parallel.overlap=symmetric"]),
             "Triton kernels, no sequence parallelism, in a graph": (0, [*triton, "parallel.sp=false"])}
@@ -254,8 +254,8 @@ def sp(world: World, small: bool) -> Iterator[Row]:
 
 
 def exchange(world: World, small: bool) -> Iterator[Row]:
-    """What sequence parallelism sends for a linear, by NCCL and through each other's memory, alone and beside the linear's
-    matmul; on GPUs twenty of each in a graph."""
+    """The communication of sequence parallelism for one linear, by NCCL and symmetric memory, alone and beside the linear's
+    matmul. On GPUs, a graph holds twenty calls."""
     if world.size == 1:
         return
     axis, dtype = build_mesh(Parallel(tp=world.size), world).tp, torch.float32 if small else torch.bfloat16
@@ -284,8 +284,8 @@ def exchange(world: World, small: bool) -> Iterator[Row]:
 
 
 def twenty(call: Callable[[], object]) -> Callable[[], object]:
-    """So many calls, one after the other, in a graph."""
-    call()                                          # what is made in the first cannot be captured
+    """Capture twenty calls in a CUDA graph, and return its replay."""
+    call()                                          # allocations of the first call cannot be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     symmetric_memory.new_graph()
@@ -300,7 +300,7 @@ KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "exchange": exchange, "cp": cp, "
 
 
 def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
-    """Run `main` on one GPU of this machine, then on 2, 4 ...; small: on CPU processes, to see that it works."""
+    """Run `main` on 1, 2, 4 ... GPUs and print the table. small: on CPU processes, as a test. `CourseError` for too few GPUs."""
     gpus = 2 if small else torch.cuda.device_count()
     if not gpus:
         raise CourseError(f"course bench {kind} needs GPUs, and this machine shows none: --small tries it on the CPU")
@@ -308,7 +308,7 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
     for n in [2**i for i in range(gpus.bit_length())]:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
                         "-m", "course.bench.layouts", kind, str(file), *flags], check=True)
-    if not file.exists():                           # as of `zero` on one GPU
+    if not file.exists():                           # such as `zero` on one GPU
         raise CourseError(f"course bench {kind} compares what several GPUs share out, and this machine shows one: run it where "
                           "there are more, or try it with --small")
     table = json.loads(file.read_text(encoding="utf-8"))
@@ -324,18 +324,18 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
 
 
 def main(kind: str, file: Path, small: bool) -> None:
-    """Measure on the ranks that there are, and add the rows to the file."""
+    """Measure on the ranks of this job, and add the rows to the file."""
     torch.manual_seed(0)
     with joined("cpu" if small else "auto") as world:
         rows: list[Row] = []
         for row in KINDS[kind](replace(world), small):
             rows.append(row)
-            if world.rank == 0:                     # after each row, so that a crash leaves what there is
+            if world.rank == 0:                     # after each row, to keep results after a crash
                 write(kind, file, world, rows)
 
 
 def write(kind: str, file: Path, world: World, rows: list[Row]) -> None:
-    """Put the rows of this number of GPUs in the place of those that were there."""
+    """Replace the file's rows for this number of GPUs."""
     command = f"course bench {kind} --out FILE"
     table: dict[str, Any] = {**timing.machine(world.device), "command": command, "rows": []}
     if file.exists():

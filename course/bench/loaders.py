@@ -1,7 +1,7 @@
-"""`course bench loaders`: how fast each loader gives batches, beside the least that reading and copying them cost.
+"""`course bench loaders`: measure the speed of each loader, and the limits set by reading and copying.
 
-The floors: states read from the page cache straight into (pinned) memory by so many threads, and pinned memory copied to the
-GPU. A loader that keeps up with the slower of the two cannot be made faster; one above the model's samples/s need not be.
+The limits ("floors"): threads that read states from the page cache straight into (pinned) memory, and the copy from pinned memory
+to the GPU. A loader as fast as the slower limit cannot be improved, and one faster than the model need not be.
 """
 
 import importlib.metadata
@@ -34,14 +34,14 @@ from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 from course.utils.machine import cores
 
-STATES = 64                                          # of a data set made to be read: 1.3 GB of 20 x 360 x 720
-LAPS, WARM = 5, 3                                    # measured stretches, and batches before them
+STATES = 64                                          # in a generated data set: 1.3 GB of 20 x 360 x 720
+LAPS, WARM = 5, 3                                    # laps, warmup batches
 KINDS: tuple[str, ...] = get_args(get_type_hints(Data)["loader"])
 
 
 def main(settings: Sequence[str], small: bool, kinds: Sequence[str], workers: Sequence[int], seconds: float,
          device: torch.device) -> dict[str, Any]:
-    """Measure, print a table, and return what is worth keeping; speeds are in pairs (input and target) per second."""
+    """Measure the loaders, print a table and return the results, in pairs (input and target) per second."""
     configs = {kind: configure([*settings, f"data.loader={kind}"], small) for kind in kinds or KINDS}
     config = next(iter(configs.values()))
     pairs, batch = open_pairs(config, "train"), config.train.global_batch
@@ -64,24 +64,24 @@ def main(settings: Sequence[str], small: bool, kinds: Sequence[str], workers: Se
 
 
 def configure(settings: Sequence[str], small: bool) -> Config:
-    """vit-short's data and batch (vit-demo's if `small`) with the given settings; where none says `data.path`, data is made."""
+    """vit-short's configuration (vit-demo's if `small`) with the given settings. Generates data if none sets `data.path`."""
     preset = "vit-demo" if small else "vit-short"
     config = load(preset, settings)
     if any(setting.startswith("data.path=") for setting in settings):
         return config
-    assert isinstance(config.model, ViTConfig)                # as both presets are
+    assert isinstance(config.model, ViTConfig)                # true for both presets
     path = Path("data") / "bench-{}x{}".format(*config.model.grid)
     make_data(path, config.model.channels, config.model.grid)
     return load(preset, [*settings, f"data.path={path}"])
 
 
 def doubling() -> list[int]:
-    """1, 2, 4 ... up to the cores that this process may use."""
+    """1, 2, 4 ... up to the number of cores that this process may use."""
     return [2**i for i in range(cores().bit_length())]
 
 
 def make_data(path: Path, channels: int, grid: tuple[int, int], states: int = STATES) -> None:
-    """Numbers in the layout of weather, once: a year of noise, contiguous, and its .npy files; a few to validate a run with."""
+    """Generate a weather data set of noise, unless it exists: a contiguous year, three validation states, and .npy files."""
     noise = np.random.default_rng(0).standard_normal((channels, *grid), np.float32)
     for split, count in {"train": states, "valid": 3}.items():
         file = path / split / "0001.h5"
@@ -99,9 +99,9 @@ def make_data(path: Path, channels: int, grid: tuple[int, int], states: int = ST
 
 
 def read_floor(pairs: Pairs, threads: int, seconds: float, device: torch.device) -> float:
-    """Pairs per second that threads read into memory that is there already, and nothing else."""
+    """Pairs per second that threads read into preallocated memory, without any other work."""
     def read(first: int, states: StateReader, memory: np.ndarray, until: float) -> int:
-        """States from one after the other until the time is over; how many that was."""
+        """Read states in order from `first` until the time is over. Returns their number."""
         count = 0
         while count == 0 or time.perf_counter() < until:
             into = memory[count % len(memory)]
@@ -110,7 +110,7 @@ def read_floor(pairs: Pairs, threads: int, seconds: float, device: torch.device)
             count += 1
         return count
 
-    memories = [Buffer(device).take((8, *pairs.shape)).numpy() for _ in range(threads)]        # eight, lest they stay in a cache
+    memories = [Buffer(device).take((8, *pairs.shape)).numpy() for _ in range(threads)]        # eight, to exceed the caches
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         files = [stack.enter_context(closing(StateReader(pairs))) for _ in range(threads)]
@@ -124,7 +124,7 @@ def read_floor(pairs: Pairs, threads: int, seconds: float, device: torch.device)
 
 
 def copy_floor(pairs: Pairs, batch: int, device: torch.device) -> float | None:
-    """Pairs per second from pinned memory to the GPU; None where there is no GPU."""
+    """Pairs per second from pinned memory to the GPU; None without a GPU."""
     if device.type != "cuda":
         return None
     pinned = Buffer(device).take((2, batch, *pairs.shape))
@@ -133,7 +133,7 @@ def copy_floor(pairs: Pairs, batch: int, device: torch.device) -> float | None:
 
 
 def loader_speed(config: Config, pairs: Pairs, workers: int, seconds: float, device: torch.device) -> float:
-    """Pairs per second that the configured loader gives to a caller that does nothing with them."""
+    """Pairs per second of the configured loader, for a caller that does nothing with them."""
     batch = config.train.global_batch
     ids = partial(order.train_batches, config.train.seed, len(pairs), batch, 1, 0, 0)
     with closing(to_device(load_batches(config, pairs, ids, workers, device), device, config)) as batches:
@@ -152,7 +152,7 @@ def loader_speed(config: Config, pairs: Pairs, workers: int, seconds: float, dev
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that read."""
+    """Versions of the libraries that read."""
     found = {"h5py": h5py.__version__}
     with suppress(importlib.metadata.PackageNotFoundError):
         found["dali"] = importlib.metadata.version("nvidia-dali-cuda130")
@@ -160,7 +160,7 @@ def versions() -> dict[str, str]:
 
 
 def show(found: dict[str, Any], workers: Sequence[int]) -> None:
-    """The table, and a sentence for whatever it lacks."""
+    """Print the table, and why loaders are missing from it."""
     table = Table(title=f"pairs of {found['pair_mb']:.3g} MB per second, in batches of {found['batch']}: {found['hardware']}, "
                         f"{found['cores']} cores", box=SIMPLE)
     table.add_column("workers", no_wrap=True)

@@ -1,5 +1,5 @@
-"""megatron-core's own transformer layers, to measure beside ours: with PyTorch's attention, and as Megatron-LM's users run them,
-with Transformer Engine's modules.
+"""megatron-core's transformer layers, for comparison: with PyTorch's attention, and with Transformer Engine's modules, as
+users of Megatron-LM run them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from course.parallel import World
 
 
 class Attention(nn.Module):
-    """PyTorch's fused attention where megatron-core has matmuls and a softmax: 3 x (T, B, h, d) -> (T, B, h·d)."""
+    """PyTorch's fused attention, instead of megatron-core's matmuls and softmax: 3 x (T, B, h, d) -> (T, B, h·d)."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
@@ -26,9 +26,9 @@ class Attention(nn.Module):
 
 
 def layers(world: World, size: tuple[int, int, int], samples: int, tokens: int, engine: bool) -> Callable[[], object]:
-    """Forward and backward of a causal stack of (width, depth, heads) in bf16, cut by tensor parallelism over all ranks.
+    """Forward and backward of a causal stack of size (width, depth, heads) in bf16, tensor parallel over all ranks.
 
-    engine: of Transformer Engine's modules. Raises what importing megatron-core or Transformer Engine raises.
+    engine: use Transformer Engine's modules. Raises whatever importing megatron-core or Transformer Engine raises.
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import gpt_layer_specs
@@ -36,9 +36,9 @@ def layers(world: World, size: tuple[int, int, int], samples: int, tokens: int, 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     width, depth, heads = size
-    parallel = engine and world.size > 1             # by sequence, too; of its own norms only with Transformer Engine or Apex
+    parallel = engine and world.size > 1             # sequence parallel: its norms need Transformer Engine or Apex
     n, gpu = world.size, world.device.type == "cuda"
-    if not dist.is_initialized():                    # one rank, which needs no group of ours
+    if not dist.is_initialized():                    # one rank, without a process group yet
         dist.init_process_group("nccl" if gpu else "gloo", rank=0, world_size=1, store=dist.HashStore())
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(n)

@@ -1,8 +1,8 @@
-"""The grid of a Megatron-LM reproduction: GPTs in layouts of dp x tp x pp, with what they took there.
+"""The cases of a Megatron-LM reproduction: GPTs in layouts of dp x tp x pp, with their published time and memory.
 
-The source measured Megatron-LM on V100 GPUs of 16 GB, 8 in a node, nodes joined by 100 Gb/s InfiniBand, with samples of 2048
-tokens (OneFlow's reproduction). These are its cases as data: what `course bench grid` measures on this machine.
-Cases for more GPUs than there are are scaled down: the same model, micro-batch and samples for each data-parallel rank.
+OneFlow's reproduction measured Megatron-LM on 16 GB V100 GPUs, 8 per node, with 100 Gb/s InfiniBand and samples of 2048 tokens.
+`course bench grid` measures the same cases on this machine. Cases for more GPUs are scaled down: same model, same micro-batch and
+same samples per data-parallel rank.
 """
 
 import gc
@@ -22,15 +22,15 @@ from course.planner import flops
 from course.training.assemble import assemble
 from course.training.compile import compile_parts
 
-TOKENS = 2048                                        # of a sample
-HEADS = {768: 12, 1536: 16, 2304: 24, 3072: 32}      # by width
+TOKENS = 2048                                        # per sample
+HEADS = {768: 12, 1536: 16, 2304: 24, 3072: 32}      # width -> heads
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: a layout, a model and its batch, and what one iteration took there."""
+    """A row of the source: layout, model and batch, and the time and memory of one iteration."""
 
-    name: str                                        # dp x tp x pp _ global batch _ width x depth, as the source has it
+    name: str                                        # dp x tp x pp _ global batch _ width x depth, as in the source
     micro_batch: int
     ms: float
     mib: int
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of preset gpt-124m. The vocabulary stays 50,304, which all these tp divide."""
+        """Overrides for preset gpt-124m. Its vocabulary of 50,304 is divisible by all these tp."""
         (dp, tp, pp), (_, batch, shape) = self.layout, self.name.split("_")
         width, depth = map(int, shape.split("x"))
         return [f"model.context={TOKENS}", f"model.dim={width}", f"model.depth={depth}", f"model.heads={HEADS[width]}",
@@ -70,7 +70,7 @@ CASES = (
 
 
 def scaled(case: Case, gpus: int) -> Case | None:
-    """A case on so many GPUs: its pp, as much of its tp as fits, the rest dp. None if it has fewer GPUs or more stages."""
+    """A case on so many GPUs: its pp, as much of its tp as fits, the rest dp. None if the case is smaller or does not divide."""
     (dp, tp, pp), (_, batch, shape) = case.layout, case.name.split("_")
     if gpus > case.gpus or gpus % pp:
         return None
@@ -82,8 +82,8 @@ def scaled(case: Case, gpus: int) -> Case | None:
 
 
 def measure(world: World, small: bool) -> Iterator[Row]:
-    """Whole training steps of each case that comes out for this number of GPUs; and of those that tp alone cuts the layers of
-    one micro-batch, forward and backward, beside megatron-core's."""
+    """Whole training steps of each case scaled to this number of GPUs. For cases with tp alone, also forward and backward of the
+    layers with one micro-batch, ours and megatron-core's."""
     cases: dict[str, tuple[Case, Case]] = {}
     for source in CASES:
         case = scaled(source, world.size)
@@ -99,9 +99,9 @@ def measure(world: World, small: bool) -> Iterator[Row]:
 
 
 def free(world: World) -> None:
-    """Let go of what the last case had, so that each has the whole memory and none has the compiler's limits of another."""
+    """Free memory and reset the compiler, so that each case has all memory and its own recompilation limit."""
     torch._dynamo.reset()
-    gc.collect()                                     # models are in cycles, such as one that did not fit
+    gc.collect()                                     # models have reference cycles, also after running out of memory
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -110,7 +110,7 @@ TINY = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=4", "
 
 
 def training(case: Case, world: World, small: bool) -> Row:
-    """Steps of a case as anybody can train it: bf16, compiled, sequence parallel where there is tp, fused Adam."""
+    """Training steps of a case: bf16, compiled, fused Adam, sequence parallelism with tp."""
     settings = [*case.settings, f"compile={not small}", "stream=narrow", f"parallel.sp={case.layout[1] > 1}",
                 *([*TINY, f"train.global_batch={2 * case.layout[0] * case.micro_batch}"] if small else [])]
     config = configuration.load("gpt-124m", settings)
@@ -126,7 +126,7 @@ def training(case: Case, world: World, small: bool) -> Row:
 
 
 def numbers(row: Row, tokens: int, operations: float) -> Row:
-    """The source's columns and two more, of a row with milliseconds."""
+    """MiB, tokens/s and TFLOP/s per GPU, from a row with milliseconds; nothing for an error."""
     if "error" in row:
         return {}
     return {"mib": row["memory_gb"] * 1e9 / 2**20, "tokens_per_s": tokens / row["ms"] * 1e3,
@@ -134,8 +134,10 @@ def numbers(row: Row, tokens: int, operations: float) -> Row:
 
 
 def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
-    """The blocks alone, one micro-batch in bf16, forward and backward: ours, compiled, and megatron-core's, each without sequence
-    parallelism and with it; ours with it also by kernels of our own, as theirs are with Transformer Engine's."""
+    """The blocks alone, one micro-batch in bf16, forward and backward: the course's, compiled, and megatron-core's.
+
+    Each without and with sequence parallelism; the course's also with Triton kernels, as megatron-core's with Transformer
+    Engine."""
     c: Any = configuration.load("gpt-124m", [*case.settings, *(TINY if small else [])]).model
     size, device = (c.dim, c.depth, c.heads), world.device
     samples = case.micro_batch if not small else 1
@@ -150,7 +152,7 @@ def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
         return forward_backward(layout, batch_of(samples, c.context, c.dim, device, torch.bfloat16), settings=settings)
 
     makers = {"course": partial(ours, False)}
-    if world.size > 1:                               # as theirs with Transformer Engine
+    if world.size > 1:                               # as megatron-core with Transformer Engine
         makers["course, sequence parallel"] = partial(ours, True)
     makers["course, Triton kernels"] = partial(ours, world.size > 1, True)
     for by, engine in (("megatron-core", False), ("megatron-core, Transformer Engine", True)):
@@ -158,7 +160,7 @@ def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
     for by, make in makers.items():
         try:
             row = layout_harness.measure(f"{case.name}, layers", make(), world)
-        except Exception as error:                  # a package that is not there, on all ranks alike
+        except Exception as error:                  # such as a missing package, on all ranks alike
             row = {"case": f"{case.name}, layers", "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:200]}"}
         yield row | {"by": by} | numbers(row, samples * c.context, operations)
         free(world)

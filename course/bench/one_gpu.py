@@ -1,6 +1,6 @@
-"""`course bench vit`, `gpt`, `dit`: what each step from a plain loop to a fast one gains on one GPU, in fresh processes.
+"""`course bench vit`, `gpt`, `dit`: measure benchmark configurations on one GPU, from a plain loop to a fast one.
 
-The configurations are data, in `one_gpu_configs.py`.
+Each configuration of `one_gpu_configs.py` runs in a fresh process.
 """
 
 import json
@@ -31,15 +31,15 @@ from course.training.run_log import memory_gb
 from course.utils.errors import CourseError
 
 FILES = "data/bench-360x720"
-AGAIN = "bf16, compiled"                             # is started twice: the second time the compiler finds its work done
+AGAIN = "bf16, compiled"                             # runs twice; the second time with the compiler's cache
 TOYS = "--small: models and batches are toys on the CPU, nothing is compiled, and the numbers mean nothing"
-LAPS, WARM, LAP = 5, 4, 0.4                          # laps whose median counts, steps before them, least seconds of a lap
+LAPS, WARM, LAP = 5, 4, 0.4                          # laps, warmup steps, least seconds per lap
 
 
 def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
-    """Run configurations, on all GPUs of this machine side by side, those that read files one after another; write the rows.
+    """Run configurations in parallel on all GPUs, those that read files one after another, and write the rows.
 
-    small: tiny, on the CPU, nothing compiled, only to see that it works.
+    names: only these; empty: all. small: tiny, on the CPU, uncompiled, as a test. Raises `CourseError` for an unknown name.
     """
     configs = BENCHMARKS[kind].configs
     unknown = sorted(set(names) - configs.keys())
@@ -73,12 +73,12 @@ def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
 
 
 def reads(chosen: BenchmarkConfig) -> bool:
-    """Whether a configuration reads files; the presets of GPT and DiT have random batches anyway."""
+    """Whether a configuration reads files. GPT and DiT presets always use random batches."""
     return configuration.load(chosen.preset, chosen.settings).data.source != "mock"
 
 
 def run_config(kind: str, name: str, gpu: str, small: bool) -> Row:
-    """One configuration in a process of its own; of one that fails the last line of what it said."""
+    """Run one configuration in its own process and return its row, or the last line of its output as the error."""
     program = ["-m", "course.bench.one_gpu", kind, name, *["--small"] * small]
     with tempfile.TemporaryDirectory() as cache:
         row: Row = {"rung": name, **gpu_pool.start(program, gpu, TORCHINDUCTOR_CACHE_DIR=cache)}
@@ -88,7 +88,7 @@ def run_config(kind: str, name: str, gpu: str, small: bool) -> Row:
 
 
 def text(row: Row) -> str:
-    """A row for people."""
+    """A row as text for the terminal."""
     if "error" in row:
         return f"{row['rung']:52s} {row['error']}"
     mfu = f"{row['mfu']:4.0%} MFU" if row["mfu"] else ""
@@ -100,7 +100,7 @@ def text(row: Row) -> str:
 
 
 def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
-    """Train this configuration, here and now; or no more than the first step."""
+    """Train a configuration in this process and return its row. only_first: just the first step."""
     chosen, tiny = BENCHMARKS[kind].configs[name], (*BENCHMARKS[kind].tiny, "train.device=cpu", "compile=false")
     files = (f"data.path={FILES}",) if reads(chosen) else ()
     config = configuration.load(chosen.preset, [*files, *chosen.settings, *(tiny if small else ())])
@@ -112,7 +112,7 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
             timing.wait(world.device)
             first, first_gb = time.time() - psutil.Process().create_time(), memory_gb(world.device)
             if world.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()        # the compiler tries its kernels in the first step, on copies
+                torch.cuda.reset_peak_memory_stats()        # the compiler tunes kernels on copies in the first step
             if only_first:
                 return {"first_s": first}
             ms, driver = timed(step, batches, world.device, small)
@@ -127,7 +127,7 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
 
 def stepper(chosen: BenchmarkConfig, config: configuration.Config, mesh: Any,
             world: World) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What trains one step of a batch, and what makes random batches."""
+    """(function that trains one step on a batch, function that makes random batches)."""
     if chosen.by == "course":
         training: Any = assemble(config, mesh)
         return training.step, training.model.example
@@ -135,7 +135,7 @@ def stepper(chosen: BenchmarkConfig, config: configuration.Config, mesh: Any,
 
 
 def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
-    """How many kernels a step runs on a GPU; 0 on a CPU. Copies and fills of memory count, they are launched as kernels are."""
+    """Number of kernels in a step on a GPU; 0 on a CPU. Memory copies and fills count, since they are launched too."""
     if device.type != "cuda":
         return 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -146,13 +146,13 @@ def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
 
 
 def speed(config: configuration.Config, ms: float) -> Row:
-    """Samples, and a GPT's tokens, in a second, of steps that take so many milliseconds."""
+    """Samples per second, and a GPT's tokens per second, for steps of so many milliseconds."""
     rate, m = 1e3 * config.train.global_batch / ms, config.model
     return {"samples_per_s": rate} | ({"tokens_per_s": rate * m.context} if isinstance(m, GPTConfig) else {})
 
 
 def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool) -> tuple[float, Row]:
-    """Milliseconds of a step, the median of some laps once it is warm, and what the driver says meanwhile."""
+    """(milliseconds per step, as the median of `LAPS` laps after warmup; clock and power meanwhile)."""
     steps = warm(step, batches, device, 0.01 if small else LAP)
     with clock_and_power(device) as driver:
         ms = 1e3 * statistics.median(lap(step, batches, device, steps) for _ in range(LAPS))
@@ -160,13 +160,13 @@ def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool) 
 
 
 def warm(step: Any, batches: Iterator[Any], device: torch.device, least: float) -> int:
-    """Train until nothing is compiled or captured any more; the number of steps that take `least` seconds, at least two."""
+    """Train until all is compiled and captured. Returns the number of steps that take `least` seconds, at least two."""
     lap(step, batches, device, WARM)
     return max(2, round(least / lap(step, batches, device, WARM)))
 
 
 def lap(step: Any, batches: Iterator[Any], device: torch.device, steps: int) -> float:
-    """Seconds of a step, of so many."""
+    """Mean seconds per step over so many steps."""
     begin = time.perf_counter()
     for _ in range(steps):
         step(next(batches))

@@ -1,7 +1,7 @@
-"""What `course bench vit`, `gpt` and `dit` measure, as data: on the way from a plain training loop to a fast one, each step.
+"""The benchmark configurations of `course bench vit`, `gpt` and `dit`, from a plain training loop to a fast one.
 
-A benchmark configuration is one that anybody can train with: a preset and some settings. "On the device" means random batches
-that never leave it, the most that the model itself allows; files are of noise, in the page cache after the first pass over them.
+A benchmark configuration is a preset with settings, so anybody can train with it. "On the device" means random batches in GPU
+memory, which show the speed of the model alone. Files hold noise, and are in the page cache after the first pass.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """A configuration, or the same model and batch by another library."""
+    """A preset with settings, or its model and batch in another library."""
 
     preset: str
     settings: tuple[str, ...]
-    by: str = "course"                               # or the name of a function of `baselines`
+    by: str = "course"                               # or a function of `baselines`, by name
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The configurations of a model by name, what their numbers mean, and the settings that make all of them tiny."""
+    """The configurations of a model by name, the meaning of their numbers, and settings that make all of them tiny."""
 
     configs: dict[str, BenchmarkConfig]
     meaning: str
@@ -32,11 +32,11 @@ NARROW = (*FAST, "stream=narrow")
 TRITON = ("kernels=triton", "graphs=true")
 FP8 = ("precision=fp8", "compile=true", "stream=narrow")
 TE = ("precision=fp8", "fp8.by=te", "stream=narrow")
-# 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
+# one sample, 12 layers of width 768, 256 tokens: hundreds of kernels, each shorter than its launch
 SMALL = ("model.grid=[128,128]", "model.dim=768", "model.heads=12", "train.global_batch=1", "precision=bf16", *MOCK)
 WIDE = ("model.dim=1024", "train.global_batch=16", *MOCK)
 
-# settings on top of vit-short (width 384, depth 12, 360 x 720, batch 16); those that read files run one at a time
+# changes to vit-short (width 384, depth 12, 360 x 720, batch 16); configurations that read files run one at a time
 VIT: dict[str, tuple[str, ...]] = {
     "tf32, read by the training process": ("data.workers=0",),
     "tf32, 8 loader processes": ("data.workers=8",),
@@ -66,7 +66,7 @@ VIT: dict[str, tuple[str, ...]] = {
     "one sample: compiled, in a graph": (*SMALL, "compile=true", "graphs=true"),
 }
 
-# (preset, settings, by whom) of each, as `BenchmarkConfig` takes them
+# arguments of `BenchmarkConfig`
 GPT: dict[str, tuple[Any, ...]] = {}
 for words, preset, batch in (("124M", "gpt-124m", 64), ("350M", "gpt-350m", 32), ("1.3B", "gpt-1.3b", 8)):
     whole = (f"train.global_batch={batch}", "train.micro_batch=0")
@@ -106,7 +106,7 @@ DIT |= {"256 px: bf16, compiled, narrow stream, no moving average": ("dit-xl", (
 
 
 def named(choices: dict[str, tuple[Any, ...]]) -> dict[str, BenchmarkConfig]:
-    """The configurations by name."""
+    """Build the configurations, by name."""
     return {name: BenchmarkConfig(*choice) for name, choice in choices.items()}
 
 

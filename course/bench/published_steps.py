@@ -1,9 +1,9 @@
-"""Steps that others measured, on GPUs that nobody here has, and what is predicted of them. Nothing is fitted to any of them.
+"""Published step times of other libraries on other GPUs, with the planner's predictions. Nothing is fitted to them.
 
     for case in CASES:
         print(case.name, case.value, predicted(case), case.unit)
 
-The figures are facts from the sources that each group names; `why` explains an error of 25% or more.
+Each group names its source. `why` explains an error of 25% or more.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from course.planner.step_time import Time
 
 @dataclass(frozen=True)
 class Published:
-    """A measurement by others, with the configuration that comes nearest to it."""
+    """A published measurement, with the nearest configuration of the course."""
 
-    group: str                                      # whose, and on what
+    group: str                                      # library and GPU
     name: str
-    value: float                                    # as they state it
+    value: float                                    # as published
     unit: str                                       # ms, samples/s, tokens/s/GPU or TFLOP/s
     hardware: str                                   # a preset of hardware.yaml
     gpus: int
     preset: str
     settings: tuple[str, ...]
-    why: str = ""                                   # of an error of 25% or more
+    why: str = ""                                   # reason for an error of 25% or more
 
     @property
     def config(self) -> Config:
-        """The preset with these settings. Raises `CourseError` if one of them is no longer right."""
+        """The preset with these settings. Raises `CourseError` if one of them is invalid."""
         return load(self.preset, list(self.settings))
 
     @property
     def time(self) -> Time:
-        """What is predicted of its step; of Megatron-LM of 2021 with the kernels that it had."""
+        """The predicted step; for Megatron-LM of 2021, with the kernels of that version."""
         if self.group == MEGATRON:
             return step_time.time_of(workload_as(MegatronWorkload, self.config, hardware.load(self.hardware), self.gpus))
         return step_time.predict(self.config, hardware.load(self.hardware), self.gpus)
@@ -57,15 +57,15 @@ def predicted(case: Published) -> float:
 
 
 def error(case: Published) -> float:
-    """Of the prediction, in the unit of the measurement: 0.1 is ten percent too much."""
+    """Relative error of the prediction, in the unit of the measurement: 0.1 is 10% too much."""
     return predicted(case) / case.value - 1
 
 
 MEGATRON, VIT, DIT = "Megatron-LM, V100, 2021", "weather ViT, A100", "DiT, H20"
 MEGATRON_H100, TORCHTITAN, LLMC = "Megatron-LM, H100", "torchtitan, H100", "llm.c, H100"
 
-# OneFlow's reproduction (megatron_grid.py), in fp16 with recomputation of whole layers: 768 x 12 in micro-batches of 8 would not
-# fit 16 GB otherwise (scores alone are 2 GB a layer). Its gradients are averaged after the backward pass.
+# OneFlow's reproduction (megatron_grid.py), in fp16 with full recomputation: otherwise 768 x 12 in micro-batches of 8 would not
+# fit 16 GB (scores alone take 2 GB per layer). It averages gradients after the backward pass.
 THEN = ("precision=fp16", "compile=true", "stream=narrow", "train.recompute=full", "model.loss_chunk=0", "parallel.data=naive")
 OVER_NODES = ("tp goes over four nodes: 6 all-reduces a layer of 200 MB through one port of 12.5 GB/s. They reached 6 of it; 78% "
               "are taken here, as on NVLink")
@@ -74,7 +74,7 @@ V100 = [Published(MEGATRON, case.name, case.ms, "ms", "v100-16", case.gpus, "gpt
 
 
 def a100(name: str, value: float, preset: str, gpus: int, *settings: str, why: str = "") -> Published:
-    """The weather ViT of NERSC's course, on Perlmutter."""
+    """A case of NERSC's weather ViT on Perlmutter."""
     return Published(VIT, name, value, "samples/s", "perlmutter", gpus, preset, ("data.source=mock", *settings), why)
 
 
@@ -91,7 +91,7 @@ A100 = [a100("width 1024, dp 4, global batch 64", 93, "vit-mp", 4, "precision=fp
 
 
 def h20(name: str, value: float, *settings: str, why: str = "") -> Published:
-    """DiT-XL/2 at 512 pixels is meant, by its 1024 tokens; the notes do not name the model."""
+    """A case from notes that do not name the model: 1024 tokens suggest DiT-XL/2 at 512 pixels."""
     return Published(DIT, name, value, "ms", "h20", 8, "dit-xl-512",
                      ("train.global_batch=256", "train.micro_batch=32", "stream=narrow", "optim.ema=0", *settings), why)
 
@@ -108,7 +108,7 @@ LONG = (*FAST, "model.context=4096", "model.vocab=131072", "model.tied=false", "
 
 
 def megatron(name: str, value: float, *settings: str) -> Published:
-    """On a node of 8. The source says the number of parameters, not the width: usual ones of that size."""
+    """A case on a node of 8. The source gives the number of parameters; widths are the usual ones for that size."""
     return Published(MEGATRON_H100, name, value, "TFLOP/s", "h100-80", 8, "gpt-124m", (*LONG, *settings))
 
 
@@ -118,7 +118,7 @@ H100 = [megatron("1.7B", 409, "model.dim=2048", "model.depth=24", "model.heads=1
         megatron("16B, tp 4", 489, "model.dim=6144", "model.depth=32", "model.heads=48", "parallel.tp=4", "parallel.sp=true",
                  "parallel.zero=1")]
 
-# PyTorch chose flash attention at the time
+# attention=flash: PyTorch's default when this was measured
 LLAMA = (*FAST, "model.context=8192", "model.vocab=128256", "model.dim=4096", "model.depth=32", "model.heads=32",
          "model.kv_heads=8", "model.mlp=swiglu", "model.mlp_width=14336", "model.norm=rms", "model.position=rotary",
          "model.bias=false", "model.tied=false", "parallel.zero=1", "train.global_batch=8", "train.micro_batch=1",
@@ -128,7 +128,7 @@ FSDP = ("FSDP gathers all weights twice a step, and its recomputation takes ever
 
 
 def torchtitan(name: str, value: float, *settings: str, why: str = "") -> Published:
-    """Llama 3 8B on a node of 8."""
+    """A case of Llama 3 8B on a node of 8."""
     return Published(TORCHTITAN, name, value, "tokens/s/GPU", "h100-80", 8, "gpt-124m", (*LLAMA, *settings), why)
 
 

@@ -1,9 +1,9 @@
-"""Steps that were measured on H200s and recorded, each with the configuration that it stands for and what is predicted of it.
+"""Steps recorded on H200s, each with its configuration and the planner's prediction.
 
     for step in steps():
         print(step.name, step.ms, step.time.step * 1e3)
 
-The files are those of results/. A row has no prediction where another library computed (PyTorch's own, Transformer Engine).
+The rows come from results/, without those of other libraries (PyTorch's own, Transformer Engine).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from course.planner.other_implementations import Workload16Bit, workload_as
 from course.planner.rank_workload import workload_of
 from course.planner.step_time import Time
 
-# words of a tensor-parallel case, and its settings
+# name of a tensor-parallel case -> settings
 WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
         "overlap": ["parallel.sp=true"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
@@ -28,21 +28,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded row. kind: "step" (a whole one), "no update" (of a model), "stack" (blocks in 16 bits, no update) or
-    "attention" (of one block alone)."""
+    """A recorded row. kind: "step" (whole), "no update" (a model's forward and backward), "stack" (the same for blocks in
+    16 bits) or "attention" (one attention)."""
 
     name: str                                       # "tp 4: plain"
-    file: str                                       # of results/, without "h200.json"
+    file: str                                       # in results/, without "h200.json"
     kind: str
     gpus: int
     ms: float                                       # measured
-    memory_gb: float                                # measured, the peak of a rank, in its first step or later
+    memory_gb: float                                # measured peak of a rank, first step included
     config: Config
     time: Time                                      # predicted
 
     @property
     def error(self) -> float:
-        """Of the prediction: 0.1 is ten percent too long."""
+        """Relative error of the predicted time: 0.1 is 10% too long."""
         return self.time.step * 1e3 / self.ms - 1
 
 
@@ -52,23 +52,23 @@ def rows(name: str) -> list[Row]:
 
 
 def steps() -> list[Step]:
-    """All recorded steps that a configuration stands for."""
+    """All recorded steps that have a configuration."""
     return [step for part in (one_gpu, tensor_vit, tensor, pipelines, data, zero, context) for step in part()]
 
 
 def h200() -> Hardware:
-    """What all of them were measured on."""
+    """The hardware of all recorded steps."""
     return hardware.load("h200")
 
 
 def step_of(file: str, name: str, row: Row, config: Config, kind: str = "step") -> Step:
-    """A step with its prediction."""
+    """Build a step with its prediction."""
     return Step(name, file, kind, row.get("gpus", 1), row["ms"], max(row["memory_gb"], row.get("first_gb", 0.0)), config,
                 predicted(config, kind))
 
 
 def predicted(config: Config, kind: str = "step") -> Time:
-    """What is predicted of such a step on H200s."""
+    """Predict a step of this kind on H200s."""
     if kind == "stack":
         return replace(step_time.time_of(workload_as(Workload16Bit, config, h200())), optimizer=0.0)
     if kind == "attention":
@@ -121,7 +121,7 @@ def pipelines() -> Iterator[Step]:
 
 
 def data() -> Iterator[Step]:
-    """`course bench dp`: 24 layers of width 1024, forward, backward and the averaging of gradients."""
+    """`course bench dp`: 24 layers of width 1024; forward, backward and gradient averaging."""
     for row in rows("dp_"):
         way, _, compiled = row["case"].partition(", ")
         c = stack(1024, 24, 16, 1024, 16 * row["gpus"], f"parallel.dp={row['gpus']}", f"compile={compiled == 'compiled'}",
@@ -130,7 +130,7 @@ def data() -> Iterator[Step]:
 
 
 def zero() -> Iterator[Step]:
-    """`course bench zero`: the same stack, whole steps."""
+    """`course bench zero`: whole steps of the `dp` stack."""
     ways = {"bucketed": [], "ddp": ["parallel.data=ddp"], "ZeRO-1, 16-bit copies": ["parallel.zero=1"]}
     for row in rows("zero_"):
         if row["case"] in ways:
@@ -151,6 +151,6 @@ def context() -> Iterator[Step]:
 
 
 def stack(width: int, depth: int, heads: int, tokens: int, batch: int, *settings: str) -> Config:
-    """The stacks of `course bench`, as a GPT with next to no vocabulary."""
+    """A stack of `course bench`, as a GPT with a tiny vocabulary."""
     return load("gpt-124m", [f"model.dim={width}", f"model.depth={depth}", f"model.heads={heads}", f"model.context={tokens}",
                              "model.vocab=128", f"train.global_batch={batch}", "train.micro_batch=0", *settings])

@@ -1,14 +1,14 @@
-"""The scaling efficiency of measured layouts, and the bubble of pipelines: what their rows mean beside each other."""
+"""Compute the scaling efficiency of measured layouts, and the bubble of pipelines."""
 
 from typing import Any
 
 Row = dict[str, Any]
-KINDS = ("tp", "tp_vit", "cp", "dp", "pp", "zero")   # of `course bench` that have an efficiency
-MICROS = 16                                          # micro-batches of the pipeline's benchmark
+KINDS = ("tp", "tp_vit", "cp", "dp", "pp", "zero")   # kinds of `course bench` with an efficiency
+MICROS = 16                                          # micro-batches in the pipeline benchmark
 
 
 def yardstick(kind: str, row: Row, rows: list[Row]) -> Row | None:
-    """The row that another is measured by; None if there is none, or it ended in an error."""
+    """The baseline of a row; None if there is none, or it failed."""
     def fits(other: Row) -> bool:
         if "error" in other:
             return False
@@ -24,14 +24,14 @@ def yardstick(kind: str, row: Row, rows: list[Row]) -> Row | None:
 
 
 def by_compiler(row: Row) -> bool:
-    """Whether the compiler made its kernels, as it did of those in a graph."""
+    """Whether the row is compiled; rows in a graph are too."""
     return row["case"].endswith((", compiled", ", in a graph"))
 
 
 def judge(kind: str, rows: list[Row]) -> list[Row]:
-    """The rows with their efficiency, and a pipeline's with its bubble and the theory's.
+    """Add the efficiency to each row, and for pipelines the measured and the theoretical bubble.
 
-    Those of other kinds, and those that there is nothing to measure by, stay as they are.
+    Rows of other kinds, and rows without a baseline, stay unchanged.
     """
     for row in rows:
         if "error" in row or kind not in KINDS or not (measure := yardstick(kind, row, rows)):

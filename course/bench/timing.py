@@ -1,4 +1,4 @@
-"""Measure: medians after warm-up, on whatever device there is."""
+"""Time operations on a CPU or GPU: medians after warmup."""
 
 import platform
 import statistics
@@ -9,7 +9,7 @@ from datetime import date
 
 import torch
 
-SETTLE = 3                                           # calls before anything counts
+SETTLE = 3                                           # warmup calls
 
 
 def seconds(run: Callable[[], object], device: torch.device, laps: int = 7, least: float = 0.05) -> float:
@@ -31,29 +31,29 @@ def _lap(run: Callable[[], object], calls: int, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given: work on a GPU goes on after the call that started it returns."""
+    """Wait until the device is done: a GPU still works after the call that started it has returned."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of (m, k) @ (k, n) in `dtype`, into memory that is there already."""
+    """Seconds of (m, k) @ (k, n) in `dtype`, into preallocated memory."""
     a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
     out = torch.empty(m, n, dtype=dtype, device=device)
     return seconds(lambda: torch.mm(a, b, out=out), device)
 
 
 def copy(megabytes: float, device: torch.device) -> float:
-    """Seconds of copying so many MB to another place in the device's memory; it reads and writes each byte."""
+    """Seconds of copying so many MB within the device's memory, which reads and writes each byte."""
     source = torch.ones(int(megabytes * 250_000), device=device)
     target = torch.empty_like(source)
     return seconds(lambda: target.copy_(source), device)
 
 
 def ceilings(device: torch.device, largest: int) -> dict[str, float]:
-    """What the device reaches on what suits it best: FLOP/s of a square matmul in each format, bytes/s of a copy.
+    """The best rates that the device reaches: FLOP/s of a square matmul in each format, bytes/s of a copy.
 
-    `largest` is the side of the matrices; the copy moves 64 MB on a CPU and 1 GB on a GPU, beyond any cache.
+    largest: the side of the matrices. The copy moves 64 MB on a CPU and 1 GB on a GPU, beyond any cache.
     """
     formats = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if device.type == "cuda" else {})
     rates = {f"matmul {name}": 2 * largest**3 / matmul(largest, largest, largest, kind, device) for name, kind in formats.items()}
@@ -66,7 +66,7 @@ def ceilings(device: torch.device, largest: int) -> dict[str, float]:
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Inside the block float32 matmuls may round their inputs to TF32's ten bits."""
+    """Allow float32 matmuls inside the block to round their inputs to TF32's ten mantissa bits."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -76,14 +76,14 @@ def tf32() -> Iterator[None]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a recorded number was measured on."""
+    """Describe the machine, versions and date of a measurement."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()} CPU"
     return {"hardware": name, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
             "date": date.today().isoformat()}
 
 
 def record_ceilings(device: torch.device) -> dict[str, object]:
-    """The ceilings of a device, and the points of its roofline: matmuls from small to large, and a copy."""
+    """Measure a device's ceilings, and points for its roofline: matmuls from small to large."""
     sides = (128, 256, 512, 1024, 2048, 4096, 8192) if device.type == "cuda" else (32, 64, 128, 256, 512, 1024)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     squares = {str(n): 2 * n**3 / matmul(n, n, n, kind, device) for n in sides}

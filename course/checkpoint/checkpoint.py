@@ -1,14 +1,13 @@
-"""Checkpoints in a logical format: what is written says nothing of the layout that wrote it.
+"""Layout-independent checkpoints: any parallel layout can read what another one wrote.
 
     checkpoints/step_000128/
-        index.json               what is where, the state of the run, its config, a checksum of each file and of itself
+        index.json               where each tensor is, the run's state and config, checksums of every file and of itself
         rank00000.safetensors    the pieces that rank 0 owned
 
-`index.json` maps each serial parameter name (and `name.exp_avg` and so on for optimizer states) to its
-global shape, dtype and pieces; a piece is a box of the global tensor in one file, or, of a ZeRO-1 run, a
-flat range of such a box. A reader in any layout takes from the pieces the box that it needs. Nothing is
-pickled: reading a checkpoint executes nothing.
-A folder appears under its name only when all of it is on the disk.
+`index.json` maps each serial parameter name (and `name.exp_avg` and so on for optimizer states) to its global shape, dtype and
+pieces. A piece is a box of the global tensor in one file; in a ZeRO-1 run it may be a flat range of such a box. A reader in any
+layout takes the box that it needs from the pieces. Nothing is pickled: reading a checkpoint executes nothing. A folder gets its
+final name only when all of it is on the disk.
 """
 
 import hashlib
@@ -44,28 +43,28 @@ from course.utils.atomic_files import NotAnOrdinaryFile, atomic, flush, free_byt
 from course.utils.errors import CourseError
 
 FORMAT = 2                                           # 2: fused QKV weights are (3, heads, head_dim, dim)
-DAMAGED = ".damaged"                                 # at the end of the name of one that a resume has passed over
-PARTS = {"format", "state", "config", "tensors", "files"}        # of an index; and "sha256", which older ones lack
+DAMAGED = ".damaged"                                 # suffix of a checkpoint that a resume skipped
+PARTS = {"format", "state", "config", "tensors", "files"}        # keys of an index, besides "sha256", which older ones lack
 
-KINDS: dict[type, str] = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}     # a state that no other kind has
+KINDS: dict[type, str] = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}     # a state that no other one has
 
 
 class OtherFormat(Damaged):
-    """A checkpoint of another version: as good as damaged here, and not to be thrown away."""
+    """A checkpoint of another format version: unreadable here, but not to be thrown away."""
 
 
 class NotSaved(CourseError):
-    """A checkpoint that could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], layout: Layout,
          more: Mapping[str, Tensor] | None = None) -> Path:
-    """Write `folder/step_N` (N is state["step"]): the optimizer's parameters and states.
+    """Write the optimizer's parameters and states to `folder/step_N`, where N is state["step"].
 
-    Every rank calls it and writes the pieces that it owns. more: tensors by name that every rank has, whole and the same.
+    Every rank calls it and writes the pieces that it owns. more: tensors by name, whole and the same on every rank.
 
-    Raises `NotSaved` on every rank if any of them cannot write, `Misplaced` if what they own is not all of every tensor once;
-    nothing of it stays, earlier checkpoints are untouched.
+    Raises `NotSaved` on every rank if any rank cannot write, `Misplaced` if the ranks' pieces do not hold every tensor exactly
+    once. Then nothing of this checkpoint stays, and earlier ones are untouched.
     """
     final, everyone = folder / f"step_{state['step']:06d}", layout.mesh.all
     shared = (more or {}) if everyone.rank == 0 else {}
@@ -76,7 +75,7 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
     try:
         entries = run_on_all(everyone, lambda: write_shards(temporary(final), everyone.rank, pieces, (x for _, x, _ in mine)))
         run_on_all(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
-    except CourseError as error:                     # the same on all ranks: none of them is writing any more
+    except CourseError as error:                     # raised on all ranks: none of them is still writing
         room = run_on_all(everyone, lambda: make_room(final) if everyone.rank == 0 else None)[0]
         if isinstance(error, Misplaced):
             raise Misplaced(f"{final} was not written: {error}") from error
@@ -86,29 +85,29 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
 
 
 def make_room(final: Path) -> int:
-    """Remove what an interrupted write has left; return the bytes that are then free."""
+    """Remove the remains of an interrupted write; return the number of free bytes."""
     remove(temporary(final))
     return free_bytes(final)
 
 
 def temporary(final: Path) -> Path:
-    """Where a checkpoint is gathered before it gets its name."""
+    """The folder in which a checkpoint is written before it gets its final name."""
     return final.with_name(f".{final.name}.partial")
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What an optimizer updates, in order."""
+    """The parameters that an optimizer updates, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parameter_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """What belongs to a parameter besides its value: the optimizer's states and the moving average."""
+    """A parameter's optimizer states and its moving average."""
     average = moving_average(optimizer)
     return dict(optimizer.state.get(parameter, {})) | ({"ema": average[parameter]} if average else {})
 
 
 def owned_tensors(optimizer: torch.optim.Optimizer, placements: Placements) -> Iterator[tuple[str, Tensor, Placement]]:
-    """(name, tensor here, place of the parameter) of every parameter and optimizer state that this rank owns."""
+    """(name, local tensor, the parameter's placement) of each parameter and optimizer state that this rank owns."""
     for parameter in optimizer_parameters(optimizer):
         where = placements[parameter]
         if where.owner:
@@ -119,7 +118,7 @@ def owned_tensors(optimizer: torch.optim.Optimizer, placements: Placements) -> I
 
 
 def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Placement]]:
-    """The same of tensors that are nobody's parameters, with the place of one that is whole."""
+    """The same for tensors that are not parameters: each is placed whole."""
     for name, tensor in tensors.items():
         yield name, tensor, Placement(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
@@ -140,7 +139,7 @@ def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], c
 
 
 def clear(final: Path) -> None:
-    """Remove what has the name of a checkpoint to be written; one of another version is renamed: nobody here can read it."""
+    """Free the name of a new checkpoint: remove an old one of this version, rename one of another, which nobody here can read."""
     if (kept := format_of(final)) == FORMAT:
         remove(final)
     elif final.exists():
@@ -148,7 +147,7 @@ def clear(final: Path) -> None:
 
 
 def format_of(checkpoint: Path) -> int:
-    """Of which version its index is; of this one, if it cannot be read."""
+    """The format version of a checkpoint's index, or this library's if the index cannot be read."""
     try:
         return int(json.loads(read_file(checkpoint / "index.json"))["format"])
     except (OSError, *MALFORMED):
@@ -156,20 +155,20 @@ def format_of(checkpoint: Path) -> int:
 
 
 def checksum(index: dict[str, Any]) -> str:
-    """The SHA-256 of what an index says, however its JSON is set, but for the checksum itself."""
+    """The SHA-256 of an index's content without the checksum itself; JSON formatting does not matter."""
     rest = {name: value for name, value in index.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def prune(folder: Path, keep: int, saved: Path | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints (0: none), all but the newest damaged one, and what an interrupted write left.
+    """Remove all checkpoints but the newest `keep` (0: keep all), all damaged ones but the newest, and unfinished writes.
 
-    Those of another version stay, and do not count. saved: the one just written; newer ones stay, too.
+    Checkpoints of another version stay, and do not count. saved: the one just written; newer ones stay, too.
     """
     found = [one for one in steps(folder) if one == saved or format_of(one) == FORMAT]
     for old in (found[:found.index(saved) + 1] if saved in found else found)[:-keep or 0]:
         remove(temporary(old))
-        old.rename(temporary(old))                   # and removed below: who is killed there leaves no half of one under its name
+        old.rename(temporary(old))                   # removed below: if killed there, no half-removed one has this name
     for old in steps(folder, DAMAGED)[:-1]:
         remove(old)
     for unfinished in folder.glob(".step_*.partial"):
@@ -177,13 +176,13 @@ def prune(folder: Path, keep: int, saved: Path | None = None) -> None:
 
 
 def steps(folder: Path, suffix: str = "") -> list[Path]:
-    """The finished checkpoints, oldest first; suffix: those of a name that ends in it instead."""
+    """The finished checkpoints, oldest first; with a suffix, those whose name ends in it instead."""
     names = {path: path.name.removeprefix("step_").removesuffix(suffix) for path in folder.glob(f"step_*{suffix}")}
     return sorted((path for path, number in names.items() if number.isdecimal()), key=lambda path: int(names[path]))
 
 
 def quarantine(checkpoints: list[Path]) -> None:
-    """Rename damaged checkpoints, so that they count as none any more and can be looked into."""
+    """Rename damaged checkpoints: they no longer count, but can still be inspected."""
     for checkpoint in checkpoints:
         aside = checkpoint.with_name(checkpoint.name + DAMAGED)
         remove(aside)
@@ -191,10 +190,11 @@ def quarantine(checkpoints: list[Path]) -> None:
 
 
 def read_index(checkpoint: Path, everyone: Axis | None = None) -> dict[str, Any]:
-    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise, and `CourseError` where they
-    cannot be reached: nothing is known of them then.
+    """The index of a checkpoint whose files are intact.
 
-    everyone: ranks that read it together. Each adds up the bytes of its share of the files, and all hear what any has found.
+    Raises `Damaged` with the reason if they are not, and `CourseError` if they cannot be reached, so that nothing is known.
+
+    everyone: ranks that read it together. Each verifies its share of the files, and all raise if any finds damage.
     """
     rank, size = (everyone.rank, everyone.size) if everyone else (0, 1)
     index: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def read_index(checkpoint: Path, everyone: Axis | None = None) -> dict[str, Any]
 
 
 def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
-    """The index, and of every `size`-th of its files, from the `rank`-th on, whether it is what was written."""
+    """The index, after verifying every `size`-th of its files, from the `rank`-th on."""
     try:
         index: dict[str, Any] = json.loads(read_file(checkpoint / "index.json"))
         if index["format"] != FORMAT:
@@ -228,7 +228,7 @@ def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def check_index(index: dict[str, Any]) -> None:
-    """Raise one of MALFORMED if an index is not what was written, or, of one without a checksum, if it cannot be."""
+    """Raise one of MALFORMED if an index is not what was written. One without a checksum is only checked for consistency."""
     found = checksum(index)
     if index.keys() - {"sha256"} != PARTS or index.get("sha256", found) != found:
         raise ValueError("not what was written")
@@ -249,7 +249,7 @@ def check_index(index: dict[str, Any]) -> None:
 
 
 def check_file(checkpoint: Path, name: str, size: int, digest: str) -> None:
-    """Raise `Damaged` if a file is not what was written."""
+    """Raise `Damaged` if a file is missing or not what was written."""
     file = checkpoint / name
     if Path(name).name != name or not file.is_file():
         raise Damaged(f"{checkpoint} lacks {name}: restore it, or move {checkpoint} away")
@@ -262,16 +262,17 @@ def check_file(checkpoint: Path, name: str, size: int, digest: str) -> None:
 
 
 def unreachable(file: Path, error: OSError) -> CourseError:
-    """What to say of a file that may be good: a run that went on without it would go back to an older checkpoint."""
+    """The error for an unreadable file that may be intact. Skipping it would take the run back to an older checkpoint."""
     return CourseError(f"{file} cannot be read ({error.strerror}), whether it is good or not: "
                        f"{os_error_cure(error, 'run again')}; to go on from an older checkpoint, move {file.parent} away")
 
 
 def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = None,
            writes: bool = False) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its index, None if there is none; says which it passes over. All of `everyone` call it.
+    """The newest undamaged checkpoint and its index, or None; reports each one that it skips. All of `everyone` call it.
 
-    writes: everyone writes the run, and nobody else: where there is a whole one, those passed over are renamed to NAME.damaged.
+    writes: `everyone` writes this run, and nobody else does. If there is an intact checkpoint, the damaged ones skipped are
+    renamed to NAME.damaged.
 
     Raises `CourseError` if there are checkpoints but all are damaged: starting afresh would overwrite the run.
     """
@@ -296,12 +297,12 @@ def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = Non
 
 def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, layout: Layout,
          optimizer: torch.optim.Optimizer | None = None, average: bool = False) -> None:
-    """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
+    """Fill the model's parameters and the optimizer's states; each rank reads only its boxes.
 
-    average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
-    checkpoint has none starts at the weights. Where its states are those of an `other_optimizer`, none is read.
+    average: load the moving average of the weights in place of the last weights. If the optimizer keeps an average and the
+    checkpoint has none, it starts at the weights. States of another kind of optimizer (`other_optimizer`) are not read.
 
-    Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
+    Raises `CourseError`, before anything is changed, if the checkpoint is of another model or has no average.
     """
     placements = layout.placements
     updates = optimizer_parameters(optimizer) if optimizer is not None else []
@@ -312,44 +313,44 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, layout: Layo
                           "weights (--no-ema)")
 
     def read(name: str, parameter: nn.Parameter) -> Tensor:
-        """The part of a global tensor that belongs to what is here of a parameter."""
+        """The local part of a global tensor, in the parameter's shape."""
         return read_placed(checkpoint, index, name, placements[parameter]).view(parameter.shape)
 
-    for parameter in dict.fromkeys([*parameters, *updates]):            # mostly the same
+    for parameter in dict.fromkeys([*parameters, *updates]):            # the two mostly overlap
         parameter.data.copy_(read(placements[parameter].name + kind, parameter))
     for parameter, value in moving_average(optimizer).items():
         name = placements[parameter].name
         value.copy_(read(f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
     plain = {parameter for group in getattr(optimizer, "param_groups", ()) if not group.get("momentum", 1)
-             for parameter in group["params"]}       # without momentum SGD would keep an old one for ever, and save it again
+             for parameter in group["params"]}       # SGD without momentum would keep an old buffer forever, and save it again
     for parameter in [] if other_optimizer(index, optimizer) else [p for p in updates if p not in plain]:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placements[parameter].name and leaf != "ema" and optimizer is not None:
-                # in the parameter's format, as PyTorch wants it; a count of steps stays as it is
+                # in the parameter's dtype, as PyTorch expects; a step counter keeps its own
                 value = (read(key, parameter).to(parameter.dtype) if found["shape"]
                          else read_box(checkpoint, index, key, ()))
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
 
 
 def nothing_over(checkpoint: Path, index: dict[str, Any], layout: Layout) -> None:
-    """Raise `CourseError` if the checkpoint has a parameter that no stage has: one of a deeper model, say."""
+    """Raise `CourseError` if the checkpoint has a parameter that no pipeline stage has, such as one of a deeper model."""
     known = set[str]().union(*run_on_all(layout.mesh.pp, lambda: [where.name for where in layout.placements.values()]))
     for name in index["tensors"]:
         stem, _, leaf = name.rpartition(".")
-        if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter's nor its state
+        if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter nor its state
             raise CourseError(f"{checkpoint} is of another model: it has {name}, which is not here; use the model's own "
                               "settings, or another log.name")
 
 
 def other_optimizer(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a checkpoint's states are those of an optimizer of another kind, to which this one's first step is its first."""
+    """Whether the checkpoint's states are of another kind of optimizer. Then this optimizer starts without states."""
     leaves = {name.rpartition(".")[2] for name in index["tensors"]}
     return any(leaf in leaves and not isinstance(optimizer, kind) for kind, leaf in KINDS.items())
 
 
 def read_named(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
-    """Those of the named tensors that the checkpoint has, whole."""
+    """The named tensors that the checkpoint has, each one whole."""
     found = {name: index["tensors"][name]["shape"] for name in names if name in index["tensors"]}
     return {name: read_box(checkpoint, index, name, tuple((0, n) for n in shape)) for name, shape in found.items()}
 

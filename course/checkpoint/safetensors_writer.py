@@ -1,7 +1,7 @@
-"""safetensors files written a tensor at a time; the format's own writer wants all of them at once.
+"""Write safetensors files one tensor at a time; the format's own writer needs all of them at once.
 
-The format is eight bytes with the length of a JSON header, the header (name -> number format, shape, first byte and one past the
-last), and the bytes of the tensors.
+A file has eight bytes with the length of a JSON header, the header (name -> dtype, shape, first byte and one past the last), and
+the bytes of the tensors.
 """
 
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-Head = tuple[str, torch.dtype, tuple[int, ...]]      # name, format and shape of a tensor that will come
-# how safetensors calls the formats that a run, or a file from elsewhere, has
+Head = tuple[str, torch.dtype, tuple[int, ...]]      # name, dtype and shape of a tensor to be written
+# safetensors' names of the dtypes in our runs and in files from elsewhere
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 

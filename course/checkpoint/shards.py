@@ -1,12 +1,12 @@
-"""A tensor as the pieces that ranks have of it: boxes, and flat ranges of boxes, each in some rank's file.
+"""A tensor as pieces that ranks own: boxes, and flat ranges of boxes, each in one rank's file.
 
-What ranks write is said in an index, tensor by tensor:
+The index describes what the ranks wrote, tensor by tensor:
 
     {"shape": [6, 2], "dtype": "float32", "pieces": [{"file": "rank00000.safetensors", "key": "w", "box": [[0, 3], [0, 2]],
                                                       "flat": null}, ...]}
 
-A box is where a piece begins and ends along each dim. A flat range, of ZeRO-1, is a part of a box's numbers in their order; it is
-made of boxes, too: a part of a row, whole rows, a part of a row. So what a reader wants of a piece is what two boxes share.
+A box is where a piece begins and ends along each dim. A flat range (ZeRO-1) is a range of a box's elements in row-major order. It
+also consists of boxes: part of a row, whole rows, part of a row. So a reader only ever intersects two boxes.
 """
 
 import math
@@ -24,34 +24,34 @@ from course.parallel.placement import Box, Placement, box_shape
 from course.utils.atomic_files import atomic, os_error_cure, sha256
 from course.utils.errors import CourseError
 
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)     # what JSON that is
-                                                     # not an index runs into
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)     # what reading JSON
+                                                     # that is no index raises
 
 
 class Damaged(CourseError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint differs from what was written."""
 
 
 class Misplaced(CourseError):
-    """A checkpoint that would not be whole, nor would any later one: two ranks own the same part of a tensor, or none owns it."""
+    """Two ranks own the same part of a tensor, or no rank owns it: neither this checkpoint nor any later one would be whole."""
 
 
 class Shard(NamedTuple):
-    """What a rank writes of a tensor."""
+    """A piece of a tensor that a rank writes."""
 
-    name: str                                        # of the tensor, in the index
+    name: str                                        # the tensor's name in the index
     where: Placement                                 # which part of it
     dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The box's, or of a flat range how long it is."""
+        """The shape of the box, or the length of the flat range."""
         flat = self.where.flat
         return (flat[1] - flat[0],) if flat else box_shape(self.where.box)
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[Shard], tensors: Iterable[Tensor]) -> dict[str, Any]:
-    """Write a rank's file into `folder`, copying a tensor at a time to the host; return its part of the index."""
+    """Write a rank's file into `folder`, copying one tensor at a time to the host; return its part of the index."""
     if not pieces:
         return {"tensors": {}, "files": {}}
     name = f"rank{rank:05d}.safetensors"
@@ -62,7 +62,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[Shard], tensors: Iter
 
 
 def entry(file: str, piece: Shard) -> dict[str, Any]:
-    """What the index says of a tensor of which one rank's file has a piece."""
+    """The index entry of a tensor with one piece, in one rank's file."""
     where = piece.where
     return {"shape": list(where.global_shape), "dtype": str(piece.dtype).removeprefix("torch."),
             "pieces": [{"file": file, "key": piece.name, "box": [list(side) for side in where.box],
@@ -70,7 +70,7 @@ def entry(file: str, piece: Shard) -> dict[str, Any]:
 
 
 def merge_entries(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One index of tensors from several: each tensor with all of its pieces."""
+    """Merge the tensors of several indexes: each gets all of its pieces."""
     tensors: dict[str, Any] = {}
     for part in parts:
         for name, found in part.items():
@@ -79,9 +79,9 @@ def merge_entries(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_whole(tensors: dict[str, Any]) -> None:
-    """Raise `Misplaced` for a tensor of which a number is in no piece, or in two: it could not be read back."""
+    """Raise `Misplaced` if an element of a tensor is in no piece, or in two: it could not be read back."""
     for name, found in tensors.items():
-        if not found["shape"]:                       # all that own a part have a number of their own
+        if not found["shape"]:                       # a scalar: every owner writes its own
             continue
         total, (numbers, twice) = math.prod(found["shape"]), count(found["pieces"])
         if numbers != total or twice:
@@ -91,8 +91,8 @@ def check_whole(tensors: dict[str, Any]) -> None:
 
 
 def count(pieces: list[dict[str, Any]]) -> tuple[int, bool]:
-    """(how many numbers pieces have together, whether any of these is in two); boxes are the same or have nothing in common."""
-    ranges: dict[Box, list[tuple[int, int]]] = {}    # of each box, in order
+    """(number of elements in all pieces, whether an element is in two of them). Two boxes must be equal or disjoint."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}    # box -> its flat ranges
     for piece in pieces:
         box = tuple((start, stop) for start, stop in piece["box"])
         first, end = piece["flat"] or (0, math.prod(box_shape(box)))
@@ -104,7 +104,7 @@ def count(pieces: list[dict[str, Any]]) -> tuple[int, bool]:
 
 
 def read_placed(checkpoint: Path, index: dict[str, Any], name: str, where: Placement) -> Tensor:
-    """The box of a global tensor, or the flat range of it: that alone is read."""
+    """The box of a global tensor, or the flat range of it. Nothing else is read."""
     if where.flat is None:
         return read_box(checkpoint, index, name, where.box)
     none = torch.empty(0, dtype=getattr(torch, index["tensors"][name]["dtype"]))
@@ -113,15 +113,15 @@ def read_placed(checkpoint: Path, index: dict[str, Any], name: str, where: Place
 
 
 def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Tensor:
-    """The part `box` of a global tensor, put together from the pieces that overlap it; of each, that part alone is read.
+    """The part `box` of a global tensor, assembled from the pieces that overlap it. Only the overlaps are read.
 
-    Raises `Damaged` where the pieces do not hold what the index says, or leave a gap.
+    Raises `Damaged` if the pieces do not hold what the index says, or leave a gap.
     """
     found = index["tensors"][name]
-    numbers = 0                                      # that have been read
+    numbers = 0                                      # elements read so far
     try:
         whole = torch.empty(box_shape(box), dtype=getattr(torch, found["dtype"]))
-        for piece in found["pieces"] if box else found["pieces"][:1]:           # all that own a part have a number of their own
+        for piece in found["pieces"] if box else found["pieces"][:1]:           # a scalar: every owner writes its own
             if any(overlap(box, part) for part in boxes_of(piece["box"], piece["flat"])):
                 with safe_open(checkpoint / piece["file"], "pt") as file:
                     numbers += fill(whole, box, file, piece)
@@ -134,7 +134,7 @@ def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Te
 
 
 def fill(whole: Tensor, box: Box, file: Any, piece: dict[str, Any]) -> int:
-    """Copy what a piece of an opened file has of a box to where it belongs in `whole`; returns how many numbers these are."""
+    """Copy the elements that a piece in an open file shares with a box into `whole`; return how many these are."""
     if not piece["box"]:
         whole.copy_(file.get_tensor(piece["key"]).view(()))
         return 1
@@ -153,7 +153,7 @@ def fill(whole: Tensor, box: Box, file: Any, piece: dict[str, Any]) -> int:
 
 
 def box_of_flat(stored: Any, start: int, shape: tuple[int, ...], source: tuple[slice, ...]) -> Tensor:
-    """`x[source]` of an array x of a shape that lies at `start` of a stored flat range: from its first number to its last."""
+    """`x[source]` of an array x of this shape, stored at `start` in a flat range. Reads from its first to its last element."""
     strides = torch.empty(shape, device="meta").stride()
     first = start + sum(side.start * stride for side, stride in zip(source, strides, strict=True))
     last = start + sum((side.stop - 1) * stride for side, stride in zip(source, strides, strict=True))
@@ -161,11 +161,11 @@ def box_of_flat(stored: Any, start: int, shape: tuple[int, ...], source: tuple[s
 
 
 def boxes_of(box: Box, flat: Sequence[int] | None) -> list[Box]:
-    """The boxes, in order, that a flat range of a box is made of: a part of a row, whole rows, a part of a row."""
+    """Split a flat range of a box into boxes, in order: part of a row, whole rows, part of a row."""
     if flat is None or not box:
         return [box] if flat is None or flat[0] < flat[1] else []
     (top, _), *inner = box
-    size = max(1, math.prod(box_shape(tuple(inner))))                   # of a row
+    size = max(1, math.prod(box_shape(tuple(inner))))                   # elements in a row
     (first, skipped), (last, used) = divmod(flat[0], size), divmod(flat[1], size)
 
     def part_of_row(row: int, *part: int) -> list[Box]:

@@ -1,1 +1,1 @@
-"""The `course` command, one file a group."""
+"""The `course` command, one file per group of subcommands."""

@@ -1,4 +1,4 @@
-"""`course bench`: a thin door to the measurements of `course/bench`."""
+"""`course bench`: the command line of the measurements in `course/bench`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,14 +69,14 @@ def bench_loaders(settings: Overrides = None,
 
 
 def measured_device(name: str) -> Any:
-    """The device that --device names; without it the GPU, if there is one."""
+    """The device that --device names; else the GPU, if there is one."""
     import torch
 
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def record(found: dict[str, Any], out: Path | None) -> None:
-    """Write what was measured to a JSON file, if one is named."""
+    """Write the measurements to a JSON file, if one is named."""
     import json
 
     from course.utils.atomic_files import atomic

@@ -1,4 +1,4 @@
-"""`course data`: a thin door to what makes data sets, in `course/data`."""
+"""`course data`: the command line of the functions in `course/data` that make data sets."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,6 @@
 """`course doctor`: what this machine has, what it lacks, and the cure.
 
-Transformer Engine and DALI are imported in processes of their own: one that crashes or hangs there is a
-row of the table here.
+Transformer Engine and DALI are imported in separate processes: a crash or a hang there becomes a row of the table.
 """
 
 import importlib.metadata
@@ -32,14 +31,14 @@ from course.utils.machine import cores
 LIMIT = 60.0                                         # seconds that an import may take
 TE_CURE = ('with an NVIDIA GPU: conda env create -f environment.yml, or '
            'pip install --no-build-isolation "transformer-engine[pytorch]"')
-# what, the compute capability that multiplies it in hardware, its name for --need
+# format, the least compute capability that multiplies it in hardware, its name for --need
 FORMATS = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
            ("MXFP8, NVFP4", (10, 0), "mxfp8")]
 ON_CPU = {"fp16": " to be fast; a CPU trains with the same values, slowly",
           "fp8": " to be fast; emulated on a CPU, which trains with the same values, slowly"}
 DALI_CURE = "pip install nvidia-dali-cuda130"
-# Runs in the child: the answer is marked, since packages print too, and says why even where the import fails.
-# os._exit, because a package that crashes while Python shuts down has been imported all the same.
+# Runs in the child. The answer is marked, since packages print, too; if the import fails, it says why.
+# os._exit, because a package that was imported may still crash while Python shuts down.
 CHILD = r"""
 import json, os, sys
 def cudnns():
@@ -63,11 +62,11 @@ class Row:
     found: str
     ok: bool | None = None
     cure: str = ""
-    need: str = ""                                   # the name under which `--need` asks for it
+    need: str = ""                                   # its name for `--need`
 
 
 def main(need: str = "") -> int:
-    """Print the table; the exit status is 1 if something in the comma-separated `need` is missing."""
+    """Print the table; return exit status 1 if something in the comma-separated `need` is missing."""
     rows = examine()
     wanted = [name.strip() for name in need.split(",") if name.strip()]
     lacking = missing(rows, wanted)
@@ -78,7 +77,7 @@ def main(need: str = "") -> int:
 
 
 def examine() -> list[Row]:
-    """Every row; the slow ones at the same time."""
+    """All rows; the slow ones are determined in parallel."""
     with ThreadPoolExecutor() as pool:
         slow = [pool.submit(part) for part in (package_rows, gpu_rows, tool_rows)]
         quick = python_rows() + host_rows()
@@ -87,7 +86,7 @@ def examine() -> list[Row]:
 
 
 def missing(rows: list[Row], wanted: list[str]) -> list[str]:
-    """A sentence for each thing asked for that is not there; an unknown name is a `CourseError`."""
+    """A sentence for each wanted thing that is missing. Raises `CourseError` for an unknown name."""
     known = {row.need: row for row in rows if row.need}
     for name in wanted:
         if name not in known:
@@ -98,7 +97,7 @@ def missing(rows: list[Row], wanted: list[str]) -> list[str]:
 
 
 def show(rows: list[Row]) -> None:
-    """The table, with what ails marked in colour and by a word."""
+    """Print the table, with problems marked by color and by a word."""
     table = Table(title="course doctor")
     for head in ("what", "", "found"):
         table.add_column(head, overflow="fold")
@@ -122,7 +121,7 @@ def python_rows() -> list[Row]:
 
 
 def cudnn_row(cuda: bool) -> Row:
-    """PyTorch's cuDNN; where another comes first in LD_LIBRARY_PATH PyTorch raises, and says so."""
+    """PyTorch's cuDNN. If another one comes first in LD_LIBRARY_PATH, PyTorch raises and says so."""
     try:
         version = torch.backends.cudnn.version() if cuda else None
     except RuntimeError as error:
@@ -131,7 +130,7 @@ def cudnn_row(cuda: bool) -> Row:
 
 
 def cudnn_cure() -> str:
-    """The environment in which everything loads the cuDNN installed with PyTorch; nothing where pip brought none."""
+    """The environment in which everything loads the cuDNN that pip installed with PyTorch; "" if there is none."""
     package = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     if not package or not package.submodule_search_locations:
         return ""
@@ -163,13 +162,13 @@ def memory_gb() -> float:
 
 
 def disk_row(what: str, path: Path, least: float, cure: str) -> Row:
-    """Free space in GB; less than `least` ails."""
+    """Free space in GB; less than `least` is a problem."""
     free = shutil.disk_usage(path).free / 1e9
     return Row(what, f"{free:.1f} GB free in {path}", free >= least, "" if free >= least else cure)
 
 
 def gpu_rows() -> list[Row]:
-    """The GPUs, and what PyTorch or nvidia-smi says of them."""
+    """The GPUs, according to PyTorch and nvidia-smi."""
     driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
@@ -203,13 +202,13 @@ def precisions(capability: tuple[int, int]) -> list[Row]:
 
 
 def package_rows() -> list[Row]:
-    """Transformer Engine and DALI, tried at the same time."""
+    """Transformer Engine and DALI, tried in parallel."""
     with ThreadPoolExecutor() as pool:
         return [task.result() for task in [pool.submit(transformer_engine_row), pool.submit(dali_row)]]
 
 
 def transformer_engine_row() -> Row:
-    """Transformer Engine, imported for real; and whether it uses the same cuDNN as PyTorch."""
+    """Transformer Engine, actually imported, and whether it uses PyTorch's cuDNN."""
     code = ("import contextlib, torch\n"
             "with contextlib.suppress(RuntimeError): answer['torch_version'] = torch.backends.cudnn.version()\n"
             "answer['torch_cudnn'] = cudnns()\n"                # before Transformer Engine has loaded its own
@@ -221,7 +220,7 @@ def transformer_engine_row() -> Row:
 
 
 def judge_te(version: str, answer: dict) -> Row:
-    """The row for a Transformer Engine that imports, from what it said of itself."""
+    """The row for a Transformer Engine that imports, from its answer."""
     fp8 = "FP8 available" if answer["fp8"] else f"no FP8: {answer['reason']}"
     wrong = wrong_cudnn(answer)
     if wrong:
@@ -233,7 +232,7 @@ def judge_te(version: str, answer: dict) -> Row:
 
 
 def wrong_cudnn(answer: dict) -> str:
-    """What is wrong if Transformer Engine loaded a cuDNN that PyTorch had not, or reports another version of it."""
+    """The problem if Transformer Engine loaded a cuDNN that PyTorch had not, or reports another version; else ""."""
     other = sorted(set(answer["cudnn"]) - set(answer["torch_cudnn"])) if answer.get("torch_cudnn") else []
     if other:
         return f"it loads {', '.join(other)} beside PyTorch's {', '.join(answer['torch_cudnn'])}"
@@ -245,7 +244,7 @@ def wrong_cudnn(answer: dict) -> str:
 
 
 def dali_row() -> Row:
-    """DALI, imported for real."""
+    """DALI, actually imported."""
     code = "import nvidia.dali, nvidia.dali.fn\nanswer['version'] = nvidia.dali.__version__"     # cuda120, cuda130: one name
     return package_row("DALI", "nvidia.dali", "nvidia-dali-cuda130", code, DALI_CURE, "dali",
                        lambda version, answer: Row("DALI", answer["version"], True, need="dali"))
@@ -253,7 +252,7 @@ def dali_row() -> Row:
 
 def package_row(what: str, module: str, distribution: str, code: str, cure: str, need: str,
                 judge: Callable[[str, dict], Row]) -> Row:
-    """Import a package in a process of its own, where `code` fills the dict `answer`, and judge that."""
+    """Import a package in a separate process, where `code` fills the dict `answer`, and judge that."""
     try:
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError
@@ -271,7 +270,7 @@ def package_row(what: str, module: str, distribution: str, code: str, cure: str,
 
 
 def in_child(code: str) -> tuple[int | None, str, str]:
-    """Exit status (None: out of time), output and errors. Files, not pipes: a grandchild may keep a pipe open."""
+    """Run `code`: (exit status or None if out of time, output, errors). Files, not pipes: a grandchild may keep a pipe open."""
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         child = subprocess.Popen([sys.executable, "-P", "-c", CHILD, code], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                  start_new_session=True)
@@ -281,7 +280,7 @@ def in_child(code: str) -> tuple[int | None, str, str]:
         except subprocess.TimeoutExpired:
             status = None
             with suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)             # what the import started, too
+                os.killpg(child.pid, signal.SIGKILL)             # with all that the import started
             child.wait()
         out.seek(0)
         err.seek(0)
@@ -301,7 +300,7 @@ def parse_answer(status: int | None, out: str, err: str) -> dict:
 
 
 def cure_for(answer: dict, otherwise: str) -> str:
-    """The cure for the failures that are well known."""
+    """The cure for well-known failures, else `otherwise`."""
     error, cudnn = answer["error"], cudnn_cure()
     if cudnn and ("cudnn" in error.lower() or "undefined symbol" in error):
         return f"let PyTorch's own cuDNN come first: {cudnn}; if that does not help, build it against this PyTorch: {otherwise}"
@@ -313,9 +312,9 @@ def cure_for(answer: dict, otherwise: str) -> str:
 
 
 def tool_rows() -> list[Row]:
-    """Slurm, the profiler, what isolates learners' code, and what torch.compile needs on a CPU."""
+    """Slurm, the profiler, the sandbox for learners' code, and the compiler for torch.compile."""
     slurm, nsys, bubblewrap = command("sinfo", "--version"), command("nsys", "--version"), command("bwrap", "--version")
-    idle = not slurm and bool(shutil.which("sinfo"))             # its programs fail where they find no slurm.conf
+    idle = not slurm and bool(shutil.which("sinfo"))             # its programs fail without a slurm.conf
     return [Row("Slurm", slurm or ("installed, not configured" if idle else "not installed"), bool(slurm) or None,
                 'two nodes on this machine alone: eval "$(course cluster start)"' if idle else "", need="slurm"),
             Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
@@ -325,7 +324,7 @@ def tool_rows() -> list[Row]:
 
 
 def compiler_row() -> Row:
-    """The compiler of C++: torch.compile writes C++ for a CPU, and for a GPU the code that calls its kernels."""
+    """The C++ compiler: torch.compile writes C++ for a CPU, and for a GPU the code that launches its kernels."""
     there = next((name for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name and shutil.which(name)), "")
     version = command(there, "--version") if there else ""
     if not version:
@@ -335,7 +334,7 @@ def compiler_row() -> Row:
 
 
 def command(*words: str) -> str:
-    """What a command prints; nothing if it is not there, fails, or takes more than ten seconds."""
+    """A command's output; "" if it does not exist, fails, or takes more than ten seconds."""
     try:
         done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True)
         return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""The `course` command: a thin door to the functions of the library. `course COMMAND --help` explains each."""
+"""The `course` command: the command line of the library. `course COMMAND --help` explains each command."""
 
 import importlib.metadata
 import io
@@ -25,7 +25,7 @@ app.add_typer(lessons, name="lessons")
 
 
 def tell_version(wanted: bool) -> None:
-    """Print the version and end, if it is wanted."""
+    """Print the version and exit, if asked."""
     if wanted:
         print(f"course {importlib.metadata.version('course')}")
         raise typer.Exit()
@@ -351,7 +351,7 @@ def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrad
 
     from course.lab.grading import grade as grading
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)           # as a job's end has it: no less orderly than Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)           # the end of a job stops it as cleanly as Ctrl-C
     grading.main(folder, out, lesson or [], jobs, seed, trust)
 
 
@@ -365,7 +365,7 @@ def release(out: Annotated[Path, typer.Option(help="a folder that does not exist
 
 
 def main() -> None:
-    r"""Run the command; a `CourseError` becomes one sentence and exit status 1. What the terminal's locale has no letters for is
+    r"""Run the command; a `CourseError` becomes one sentence and exit status 1. Characters that the terminal's locale lacks are
     printed as \u2713."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -382,12 +382,12 @@ def main() -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """The beginning of what an exception says."""
+    """The beginning of an exception's message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def last_words(error: CourseError) -> str:
-    """The sentence itself: a loader's worker process wraps it in its traceback."""
+    """The sentence of an error, without the traceback in which a loader's worker process wraps it."""
     text = str(error).strip()
     last = text.splitlines()[-1] if text else ""
     wrapped = "course.utils.errors.CourseError: "

@@ -1,4 +1,4 @@
-"""What commands of several groups take: presets, settings, and lists of numbers."""
+"""What several commands share: presets, settings, and lists of numbers."""
 
 import os
 from typing import Annotated
@@ -8,14 +8,14 @@ import typer
 from course.utils.errors import CourseError
 
 KEYS = "[KEY=VALUE]..."
-SETTINGS = {"ignore_unknown_options": True}            # --steps is then refused as a setting, by a sentence that says what one is
+SETTINGS = {"ignore_unknown_options": True}            # so --steps is refused as a setting, with an explanation
 OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config"
 Preset = Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
 
 
 def say_next(command: str) -> None:
-    """End with a command that can be pasted; of several ranks the first says it."""
+    """Print a next command to paste; of several ranks only rank 0 prints it."""
     if command and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"next: {command}", flush=True)
 

@@ -1,4 +1,4 @@
-"""What `course plan` says: a plan as a table, how long a training takes, and the command that starts it."""
+"""`course plan`: print a plan as a table, how long a training takes, and the command that starts it."""
 
 import json
 import math
@@ -22,20 +22,20 @@ from course.planner.search_space import FREE, KEYS, settings
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-HIDDEN = 0.03                                       # the share of a step below which a part is not named
-LIMIT = 0.1                                         # the share of a step from which on something limits it
-OWN_CPUS = 4                                        # of a rank beside its loader's: the step's threads, backward's, NCCL's
-LABELS = {"data": "data-parallel"}                   # of parts of a step: alone it would be read as the loading of data
-WIDTH = 132                                         # of the table, where no terminal says
-ROOMY = 112                                         # from which width on it also says where the time goes
+HIDDEN = 0.03                                       # parts below this share of a step are not named
+LIMIT = 0.1                                         # a part above this share of a step limits it
+OWN_CPUS = 4                                        # of a rank, besides its loader's: for the step's threads, backward's, NCCL's
+LABELS = {"data": "data-parallel"}                   # of parts of a step: "data" alone would read as data loading
+WIDTH = 132                                         # of the table, if there is no terminal
+ROOMY = 112                                         # from this width on, the table also says where the time goes
 
 
 def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: int = 10, tokens: float = 0, samples: float = 0,
          precisions: Sequence[str] = (), layout: int = 1, launch: bool = False, out: Path | None = None, free: float = FREE
          ) -> None:
-    """Search, and print the plan, or with `launch` the command for its n-th layout alone. out: a JSON file that gets all.
+    """Search, and print the plan, or with `launch` only the command of layout number `layout`. out: a JSON file for all results.
 
-    free: the share of a GPU's memory that layouts leave.
+    free: the share of a GPU's memory that layouts leave free.
     """
     if out and out.is_dir():
         raise CourseError(f"--out {out} is a folder: name a file in it, such as {out / 'plan.json'}")
@@ -65,7 +65,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
 
 
 def fixed(overrides: Iterable[str]) -> list[str]:
-    """The keys that a user fixes; parallel.dp=0, what the other axes leave, fixes nothing."""
+    """The keys that a user fixes. parallel.dp=0 means what the other axes leave, so it fixes nothing."""
     sections, keys = schema.parse(overrides), []
     for key in KEYS:
         section, _, name = key.rpartition(".")
@@ -76,7 +76,7 @@ def fixed(overrides: Iterable[str]) -> list[str]:
 
 
 def whole_run(config: Config, tokens: float, samples: float) -> float:
-    """The samples of the training that is asked about; 0 if none is."""
+    """The number of samples in the whole training; 0 if the user gives none."""
     if tokens and not isinstance(config.model, GPTConfig):
         raise CourseError(f"--tokens {tokens:g}: a {config.model.kind} is trained on samples, of {config.model.tokens} tokens "
                           "each: use --samples")
@@ -90,12 +90,12 @@ def whole_run(config: Config, tokens: float, samples: float) -> float:
 # ---- the table
 
 def show(plan: Plan, top: int) -> None:
-    """Print a plan: what was asked, the fastest layouts, and why others are not among them."""
+    """Print a plan: the question, the fastest layouts, and why others are not among them."""
     h, c = plan.hardware, plan.config
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     print(f"{c.preset}, {c.train.global_batch} samples a step, on {plan.gpus} x {h.name}, {h.memory / 1e9:.1f} GB each; "
           f"{network(plan)}.\nTimes: {kernel_efficiency.source(h)}; {host_overhead.source(h)}.")
-    roomy = console.width >= ROOMY                   # else whole columns are left out, and no number is cut
+    roomy = console.width >= ROOMY                   # else omit whole columns rather than cut numbers
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1 if roomy else 0))
     rate = "tokens/s" if isinstance(c.model, GPTConfig) else "samples/s"
     for head in ("", "pp", "dp", "cp", "tp", "micro-\nbatch", "ms", "MFU", "GB", "free", rate):
@@ -119,7 +119,7 @@ def show(plan: Plan, top: int) -> None:
 
 
 def rest_of(plan: Plan, top: int) -> list[str]:
-    """How many layouts there are that the table does not show."""
+    """How many layouts the table does not show."""
     more = len(plan.layouts) - top
     lines = [f"{more:,} more layout{'s fit' if more > 1 else ' fits'} (--top)."] if more > 0 else []
     if plan.slower:
@@ -128,7 +128,7 @@ def rest_of(plan: Plan, top: int) -> list[str]:
 
 
 def bottleneck(plan: Plan) -> list[str]:
-    """What limits the fastest layout beside its arithmetic, if anything does: the largest of these parts."""
+    """What limits the fastest layout besides its arithmetic, if anything does: the largest of these parts."""
     time, data = plan.layouts[0].time, plan.layouts[0].config.data
     seconds = {"GPUs wait for the host's launches": time.launch, "kernels wait for the GPU's memory": time.memory,
                "GPUs wait for one another's messages": time.tensor + time.context + time.data + time.send,
@@ -140,17 +140,17 @@ def bottleneck(plan: Plan) -> list[str]:
 
 
 def masked(plan: Plan) -> list[str]:
-    """What is to be known of the MFU of long causal samples."""
+    """A note on the MFU of long causal samples."""
     m = plan.config.model
     if not isinstance(m, GPTConfig):
         return []
-    half = 6 * m.depth * m.context**2 * m.dim / flops.step(m, 1)        # of 12·T²·D a block, with the backward pass
+    half = 6 * m.depth * m.context**2 * m.dim / flops.step(m, 1)        # half of 12·T²·D per block, with the backward pass
     return [f"MFU counts causal attention whole, as is usual: {half:.0%} of its FLOPs are masked, and kernels leave them out."
             ] if half > LIMIT else []
 
 
 def network(plan: Plan) -> str:
-    """The levels that the GPUs' messages go through."""
+    """The levels of the network that the GPUs' messages pass."""
     spans = []
     for link in plan.hardware.links:
         if link.span == 1 < plan.gpus:              # one GPU of each node is used
@@ -162,7 +162,7 @@ def network(plan: Plan) -> str:
 
 
 def partly(plan: Plan) -> str:
-    """That the GPUs do not fill their nodes, and how many would; "" where they do."""
+    """A note that the GPUs do not fill their nodes, and how many would; "" if they do."""
     node, used = plan.asked.machine.links[0].span, plan.hardware.links[0].span
     if used == node:
         return ""
@@ -172,7 +172,7 @@ def partly(plan: Plan) -> str:
 
 
 def speed(plan: Plan, layout: Layout) -> float:
-    """Tokens a second of a GPT, samples a second of others."""
+    """Tokens per second for a GPT, samples per second for others."""
     m = plan.config.model
     return layout.time.samples_per_s * (m.context if isinstance(m, GPTConfig) else 1)
 
@@ -186,7 +186,7 @@ def short(number: float) -> str:
 
 
 def describe(config: Config, base: Config) -> str:
-    """What a layout has beside its axes, in few words."""
+    """A layout's options besides its axes, in few words."""
     p = config.parallel
     words: list[str] = []
     if config.precision != base.precision:
@@ -216,14 +216,14 @@ def parts(layout: Layout) -> str:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Why other layouts are not in the list: what the nearest one that does not fit needs, and what the library refuses."""
+    """Why other layouts are not in the list: what the nearest misfit needs, and what the library refuses."""
     lines = []
     if plan.misfits:
         count = len(plan.misfits)
         lines.append(f"{count:,} layout{'s do' if count > 1 else ' does'} not fit in any variant: "
                      + infeasible.nearest(plan.asked, plan.misfits) + ".")
     if plan.refused:
-        kinds: dict[str, tuple[str, int]] = {}      # by the sentence without its numbers: one of them, and how many
+        kinds: dict[str, tuple[str, int]] = {}      # sentence without its numbers -> an example, and how many
         for sentence, count in plan.refused.items():
             kind = re.sub(r"\d+", "", sentence)
             example, before = kinds.get(kind, (sentence.partition(": ")[0], 0))
@@ -237,14 +237,14 @@ def reasons(plan: Plan) -> list[str]:
 # ---- a whole training
 
 def training(plan: Plan, layout: Layout, samples: float) -> dict[str, float]:
-    """Steps, days and GPU-hours that so many samples take, at the predicted rate and without interruptions."""
+    """Steps, days and GPU-hours for this many samples, at the predicted rate and without interruptions."""
     steps = math.ceil(samples / plan.config.train.global_batch)
     seconds = steps * layout.time.step
     return {"samples": samples, "steps": steps, "days": seconds / 86400, "gpu_hours": seconds * plan.gpus / 3600}
 
 
 def duration(plan: Plan, layout: Layout, number: int, samples: float) -> str:
-    """The same in a sentence."""
+    """`training` as a sentence."""
     total, m = training(plan, layout, samples), plan.config.model
     what = (f"{short(samples * m.context)} tokens" if isinstance(m, GPTConfig) else f"{short(samples)} samples")
     hours = 24 * total["days"]
@@ -256,9 +256,9 @@ def duration(plan: Plan, layout: Layout, number: int, samples: float) -> str:
 # ---- the command
 
 def command(preset: str, overrides: Sequence[str], plan: Plan, layout: Layout) -> str:
-    """What starts a training in this layout, for a shell: `course train` on one GPU, torchrun on a node, sbatch on several.
+    """The shell command that starts training in this layout: `course train` on one GPU, torchrun on a node, sbatch on several.
 
-    The settings are the user's own and those that the search chose and that differ from them.
+    The settings are the user's own, and those that the search chose and that differ from them.
     """
     words = [preset, *overrides, *settings(layout.config, plan.config)]
     node = plan.hardware.links[0].span or plan.gpus

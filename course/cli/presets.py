@@ -1,4 +1,4 @@
-"""What `course presets` says of each preset: its model's size, the memory that one GPU needs for it, its data, its purpose."""
+"""`course presets`: print each preset's model size, the memory that one GPU needs for it, its data, its purpose."""
 
 import re
 
@@ -11,11 +11,11 @@ from course.planner import memory, memory_check
 from course.planner.search_space import changed
 
 HEAD = ("preset", "parameters", "GB", "data", "what it is")
-LAPTOP = 2e9                                        # bytes: what needs fewer a laptop trains
+LAPTOP = 2e9                                        # bytes: a laptop trains what needs fewer
 
 
 def main(name: str = "") -> None:
-    """Print a line for each preset, those that a laptop trains first, and what the columns mean; or one preset's settings."""
+    """Print a line for each preset, laptop-sized ones first, and what the columns mean; or one preset's settings."""
     if name:
         print(settings_of(name))
         return
@@ -42,7 +42,7 @@ def row(preset: str, config: Config, needs: float, fits: bool) -> tuple[str, ...
 
 
 def settings_of(preset: str) -> str:
-    """What a preset is for, and its settings that are not the defaults, as they are typed."""
+    """A preset's purpose, and its settings that are not the defaults, as the user types them."""
     config = configuration.load(preset)
     plain, default = as_plain(config), as_plain(Config())
     default["model"] = as_plain(type(config.model)())
@@ -63,12 +63,12 @@ def count(parameters: int) -> str:
 
 
 def purpose(preset: str) -> str:
-    """The first words of what a preset is for, up to the first stop, comma or parenthesis."""
+    """The first words of a preset's purpose, up to the first stop, comma or parenthesis."""
     return re.split(r"[.,;:](?:\s|$)| \(", comment_of(preset), maxsplit=1)[0]
 
 
 def comment_of(preset: str) -> str:
-    """The comment that a preset's file begins with."""
+    """The comment at the top of a preset's file."""
     comment = []
     for line in configuration.preset_path(preset).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""What `course settings` says of each setting: its default, what it may be, and the comment beside it in the dataclass."""
+"""`course settings`: print each setting's default, its possible values, and the comment beside it in the dataclass."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ def main(section: str) -> None:
 
 
 def sections() -> dict[str, type]:
-    """The dataclasses of settings by the name of their section: "run" for what stands in none, "model.gpt" for a GPT's."""
+    """The dataclasses of settings by section name: "run" for settings outside any section, "model.gpt" for a GPT's."""
     inner = {entry.name: entry.type for entry in dataclasses.fields(Config) if isinstance(entry.type, type)
              and dataclasses.is_dataclass(entry.type)}
     return {"run": Config, **{f"model.{kind}": section for kind, section in KINDS.items()}, **inner}
@@ -44,7 +44,7 @@ def described(name: str, section: type) -> str:
 
 
 def setting(assignment: str, kind: str, comment: str) -> list[str]:
-    """The lines of one setting: on the left how it is typed with its default, on the right what it may be and does."""
+    """The lines of one setting: on the left its default as the user types it, on the right its possible values and meaning."""
     width = max(80, shutil.get_terminal_size().columns) - COLUMN - 1
     right = textwrap.wrap(f"({kind}) {comment}".strip(), width)
     if len(assignment) > COLUMN - 4:
@@ -53,7 +53,7 @@ def setting(assignment: str, kind: str, comment: str) -> list[str]:
 
 
 def choices(kind: Any) -> str:
-    """What a setting may be, in words; "" of a section."""
+    """The possible values of a setting, in words; "" for a section."""
     if get_origin(kind) is Literal:
         return " | ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
@@ -62,7 +62,7 @@ def choices(kind: Any) -> str:
 
 
 def comments(section: type) -> dict[str, str]:
-    """The comment of each field, of its class and those that it extends: on the lines before it, beside it, or below it."""
+    """Each field's comment, in its class or a base class: on the lines before it, beside it, or below it."""
     found: dict[str, str] = {}
     for its_class in reversed([each for each in section.__mro__ if dataclasses.is_dataclass(each)]):
         before, last = "", ""

@@ -1,4 +1,4 @@
-"""Configuration: `settings` (dataclasses with all defaults, presets), `schema` (YAML, key=value), `validation` (the rules)."""
+"""Configuration: `settings` (dataclasses with all defaults, presets), `schema` (YAML, key=value), `validation` (rules)."""
 
 from course.config.settings import (
     FP8,

@@ -1,3 +1,3 @@
-"""The axes of the mesh, in one place: sizes, rank orders, process groups, rules, planner and messages follow from the tuple."""
+"""The axes of the mesh. Sizes, rank orders, process groups, rules, planner and messages all follow from this tuple."""
 
-AXES = ("pp", "dp", "cp", "tp")                     # of each `Parallel` has the size
+AXES = ("pp", "dp", "cp", "tp")                     # `Parallel` has one size for each

@@ -1,4 +1,4 @@
-"""Plain values, of YAML and of `key=value`, and the dataclasses made of them: nothing in them is run, what is wrong is named."""
+"""Read plain values from YAML and `key=value`, and build dataclasses from them. No value is executed; errors name the key."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ from course.models import KINDS, kind_of
 from course.utils.atomic_files import os_error_cure, read_text
 from course.utils.errors import CourseError, did_you_mean
 
-MOST = 100_000                                       # values in a YAML file that anybody writes
+MOST = 100_000                                       # values in a YAML file, aliases expanded
 T = TypeVar("T")
-_adapters: dict[Any, TypeAdapter[Any]] = {}          # by dataclass
+_adapters: dict[Any, TypeAdapter[Any]] = {}          # dataclass -> adapter
 
 
 def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
-    """The plain values of a YAML file. wanted: what it should hold, for the sentence if it does not."""
+    """Read a YAML mapping. wanted: what it should hold, for the message. Raises `CourseError` if it is not readable as one."""
     try:
         values = plain_yaml(read_text(path)) or {}
     except OSError as error:
@@ -35,13 +35,13 @@ def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
 
 
 def plain_yaml(text: str) -> Any:
-    """Numbers, texts, lists and dicts of YAML; nothing in it is run. Raises `ValueError` for what is not that, or too much."""
+    """Parse YAML into numbers, strings, lists and dicts, executing nothing. Raises `ValueError` for anything else."""
     try:
         values = yaml.safe_load(text)
-    except Exception as error:                       # a tag such as !!int or a date raises whatever its own conversion does
+    except Exception as error:                       # a tag such as !!int or a date raises whatever its conversion raises
         raise ValueError(str(error) or type(error).__name__) from error
     left, count = [values], 0
-    while left:                                      # aliases make much of a short text, or a list that holds itself
+    while left:                                      # aliases can expand a short text, or make a list contain itself
         one, count = left.pop(), count + 1
         if count > MOST:
             raise ValueError(f"its aliases (*) make more than {MOST} values of it")
@@ -53,13 +53,13 @@ PATHS = {"path", "dir", "source", "tokenizer", "vocabulary", "merges"}         #
 
 
 def is_path(key: str, text: str) -> bool:
-    """Whether a value is a path, so no YAML, in which `[raw]/x` is a list and ` #1` a comment; unless it is quoted."""
+    """Whether to take a value as a path, not as YAML, where `[raw]/x` is a list and ` #1` a comment. A quoted value is YAML."""
     return key.rpartition(".")[2] in PATHS and text[:1] not in ('"', "'")
 
 
 def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`: values by `as_typed`, paths as they are. `CourseError` for what is no
-    key=value."""
+    """Turn `["train.steps=5"]` into `{"train": {"steps": 5}}`: values through `as_typed`, paths unchanged. Raises `CourseError`
+    if an override is not key=value, or its value cannot be read."""
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -77,10 +77,10 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def as_typed(text: str) -> Any:
-    """The value of what stands behind `=`: lists, quoted texts and numbers as YAML has them, all else what was typed.
+    """Parse the text after `=`: lists, quoted strings and numbers as YAML, everything else as typed.
 
-    YAML would take nothing for null, 007 for 7, 12:30 for 750, yes for true, a date for an object and what follows a # for a
-    comment. Where a number or a switch is wanted, `build` reads it from the text.
+    YAML would turn an empty value into null, 007 into 7, 12:30 into 750, yes into true and a date into an object. It would drop
+    what follows a #. Where a setting is a number or a switch, `build` reads it from the text.
     """
     value = plain_yaml(text)
     if isinstance(value, dict | list) or text.strip()[:1] in ("'", '"'):
@@ -92,26 +92,26 @@ def as_typed(text: str) -> Any:
 
 
 def reading(values: dict[str, Any]) -> dict[str, Any]:
-    """Who names data.path wants it to be read: data.source=files, unless the same values say otherwise."""
+    """Add data.source=files to values that set data.path but not data.source."""
     data = values.get("data")
     named = isinstance(data, Mapping) and "path" in data and "source" not in data
     return merge(values, {"data": {"source": "files"}}) if named else values
 
 
-# values of runs from before a renaming
+# saved runs may hold these old values: (key, old value) -> new value
 RENAMED: dict[tuple[str, str], Any] = {("kernels", "hand"): "triton", ("by", "hand"): "native", ("zero", "true"): 1,
                                        ("zero", "false"): 0}
 
 
 def current(values: Any) -> Any:
-    """Plain values with those that have another name now, `RENAMED`, under it."""
+    """Replace renamed values (`RENAMED`) in nested plain values by their current names."""
     if not isinstance(values, Mapping):
         return values
     return {key: RENAMED.get((key, value), value) if isinstance(value, str) else current(value) for key, value in values.items()}
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `old` with the leaves of `new` in place of its own."""
+    """A copy of `old`, updated recursively with the leaves of `new`."""
     merged = dict(old)
     for key, value in new.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -120,7 +120,7 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    """A dataclass from nested plain values; wrong ones are a `CourseError` that names the key and the cure."""
+    """Build a dataclass from nested plain values. Raises `CourseError` for wrong values, naming the key and a cure."""
     try:
         checked: T = adapter(kind).validate_python(values)
     except ValidationError as error:
@@ -129,14 +129,14 @@ def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
 
 
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """What checks the values of a dataclass, made once: that takes most of the time of reading a configuration."""
+    """The pydantic adapter that checks a dataclass. It is cached: making it takes most of the time of reading a configuration."""
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(strict(kind))
     return _adapters[kind]
 
 
 def strict(kind: Any) -> Any:
-    """The dataclass itself, set up so that an unknown key is an error in it and its sections; a run may be called 7."""
+    """The dataclass, set to reject unknown keys, also in its sections, and to take numbers as strings: a run may be called 7."""
     kind.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
     for entry in dataclasses.fields(kind):
         for section in sections(entry.type):
@@ -145,14 +145,14 @@ def strict(kind: Any) -> Any:
 
 
 def sections(annotation: Any) -> list[type]:
-    """The dataclasses that a field of this type may hold: a section of the configuration."""
+    """The dataclasses that a field of this type may hold. Each one is a section of the configuration."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections(part)]
 
 
 def flat_keys(kind: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a dataclass, sections included, each once."""
+    """All dotted keys of a dataclass and its sections, without duplicates."""
     keys = []
     for entry in dataclasses.fields(kind):
         keys.append(prefix + entry.name)
@@ -162,17 +162,17 @@ def flat_keys(kind: type, prefix: str = "") -> list[str]:
 
 
 def as_plain(config: Any) -> dict[str, Any]:
-    """A configuration as nested dicts of lists, numbers and strings."""
+    """Convert a configuration to nested dicts of lists, numbers and strings."""
     return adapter(type(config)).dump_python(config, mode="json")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lines such as `train.steps: 10 -> 20` for the leaves in which two plain configurations differ."""
+    """Lines such as `train.steps: 10 -> 20`, one for each leaf that differs between two plain configurations."""
     return [f"{key}: {a} -> {b}" for key, a, b in changed_leaves(old, new)]
 
 
 def changed_leaves(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of the leaves in which two plain configurations differ; None where a key is missing."""
+    """Yield (dotted key, old value, new value) for each leaf that differs between plain configurations; missing keys: None."""
     for key in {**old, **new}:
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -182,7 +182,7 @@ def changed_leaves(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str =
 
 
 def as_text(value: Any) -> str:
-    """A value as it is typed behind `=`."""
+    """Format a value as a user types it after `=`."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -205,7 +205,7 @@ def _explain(kind: type, found: ErrorDetails) -> str:
 
 
 def _other_model(model: str, key: str) -> str:
-    """A key that models of another kind have, or one like those that this one has."""
+    """Say which kinds of model have this key, or suggest a similar key of this kind."""
     owners = [name for name, section in KINDS.items() if key in flat_keys(section, "model.")]
     if owners:
         return f" in a model of kind {model}: it is one of kind {' and '.join(owners)}"

@@ -1,10 +1,10 @@
-"""What a configuration may be, every rule once: numbers that mean something, settings that go together, layouts that divide.
+"""Validation rules for configurations: ranges of numbers, combinations of settings, divisibility of layouts.
 
-    check(config)                        # raises `CourseError`, a sentence with the cure; done when a configuration is loaded
-    refusal(config)                      # "" or why no run takes it, the layout's arithmetic included; done when a run begins
+    check(config)                        # raises `CourseError` with a cure; called when a configuration is loaded
+    refusal(config)                      # "", or why no run accepts it, layout included; called when a run starts
 
-Nothing is built here, since the planner asks of thousands of layouts. Surgery refuses the same where a model of your own, of
-which these rules know nothing, is cut.
+These functions build no model, because the planner calls them for thousands of layouts. Surgery makes the same checks when it
+splits a model of your own, which these rules do not know.
 """
 
 import math
@@ -21,8 +21,8 @@ from course.utils.errors import CourseError
 if TYPE_CHECKING:
     from course.config import FP8, Config, Parallel
 
-TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0; a part, which may be all
-# which numbers, each one of a tuple, are from where, included, to where, not included
+TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0; a fraction up to 1, included
+# (least, included; end, excluded) -> keys. A tuple's numbers are checked one by one
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead parallel.pp "
                    "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
@@ -34,13 +34,13 @@ NUMBERS = {
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
                    "model.loss_chunk model.vocab_used model.rope_low",
     (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
-    (0, PART): "model.label_drop",                   # 1: of all samples
+    (0, PART): "model.label_drop",                   # 1: every sample
     (TINY, math.inf): "model.norm_eps",
 }
 
 
 def check(config: "Config") -> "Config":
-    """Refuse numbers that mean nothing, and settings that do not go together; returns what to do where the user left it open."""
+    """Raise `CourseError` for bad numbers or combinations. Returns the configuration, overlap=auto resolved for native FP8."""
     for key, name in (("preset", config.preset), ("log.name", config.log.name)):
         check_name(key, name)
     for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
@@ -86,13 +86,13 @@ def check(config: "Config") -> "Config":
     return config
 
 
-LARGEST = {"model": 2**26}                           # whole numbers of a section; else 2**53, above which doubles leave some out
+LARGEST = {"model": 2**26}                           # largest integer in a section; else 2**53: doubles skip integers above it
 
 
 def check_numbers(section: str, values: Any) -> None:
-    """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
+    """Raise `CourseError` if a number of a section is outside its `NUMBERS` range, or NaN."""
     for name, least, end in limits(section):
-        value = getattr(values, name, ())           # no model has all of a model's
+        value = getattr(values, name, ())           # no kind of model has all keys of `model`
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number > LARGEST.get(section, 2**53):
                 raise CourseError(f"{section}.{name}={number} is more than anybody can compute with: use a smaller number")
@@ -109,24 +109,24 @@ def check_numbers(section: str, values: Any) -> None:
 
 @cache
 def limits(section: str) -> list[tuple[str, float, float]]:
-    """Of a section's numbers that have limits: name, least, end. A planner checks thousands of configurations."""
+    """(name, least, end) of each limited number in a section. Cached, because the planner checks thousands of configurations."""
     keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
     return [(name, least, end) for (owner, name), least, end in keys if owner == section]
 
 
 def check_name(key: str, name: str) -> None:
-    """Refuse a name that would not be one folder among a preset's runs."""
+    """Raise `CourseError` if a name is not the name of a single folder."""
     if not name:
         raise CourseError(f"{key}= is no name of a folder, since it is empty: give one, such as {key}=first")
     if name in (".", "..") or "/" in name or "\\" in name:
         raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
 
 
-MODULATION = ("embed.time.up", "embed.time.down", "blocks.0.ada", "head.ada")      # of a DiT: linears of samples, not of tokens
+MODULATION = ("embed.time.up", "embed.time.down", "blocks.0.ada", "head.ada")      # DiT linears with one row per sample
 
 
 def check_fp8(config: "Config") -> None:
-    """Refuse what FP8 cannot be combined with."""
+    """Raise `CourseError` for settings that FP8 cannot be combined with."""
     f, p = config.fp8, config.parallel
     if f.history < 1 or f.margin < 0:
         raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
@@ -161,7 +161,7 @@ def check_fp8(config: "Config") -> None:
 
 
 def check_gpt(c: GPTConfig) -> None:
-    """Refuse heads and widths that do not fit each other."""
+    """Raise `CourseError` if a GPT's heads, vocabulary or rotary settings are inconsistent."""
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
@@ -177,7 +177,7 @@ def check_gpt(c: GPTConfig) -> None:
 
 
 def check_groups(c: GPTConfig, p: "Parallel") -> None:
-    """Refuse layouts that share out key-value heads which do not divide."""
+    """Raise `CourseError` if the ranks that share key-value heads do not divide their number."""
     ulysses = p.cp if p.context == "all_to_all" else 1
     if c.kv_heads and c.kv_heads % (p.tp * ulysses):
         who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
@@ -186,9 +186,10 @@ def check_groups(c: GPTConfig, p: "Parallel") -> None:
 
 
 def check_efficient(c: GPTConfig, config: "Config") -> None:
-    """Refuse PyTorch's memory-efficient attention of grouped heads: it knows none, and in 16 bits `attend` spreads none.
+    """Raise `CourseError` for attention=efficient with grouped heads in 16 bits.
 
-    A ring computes its blocks by other kernels (course/parallel/context_parallel/block_attention.py).
+    PyTorch's kernel does not support groups, and in 16 bits `attend` does not expand them. Ring attention uses other kernels
+    (course/parallel/context_parallel/block_attention.py).
     """
     p = config.parallel
     ring = p.cp > 1 and p.context == "ring"
@@ -198,7 +199,7 @@ def check_efficient(c: GPTConfig, config: "Config") -> None:
 
 
 def check_model(c: ModelConfig) -> None:
-    """Refuse numbers that mean nothing, and widths and sides that do not divide."""
+    """Raise `CourseError` if a model's numbers are out of range, or its widths and sides do not divide."""
     check_numbers("model", c)
     if c.dim % c.heads:
         raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
@@ -214,18 +215,17 @@ def check_model(c: ModelConfig) -> None:
 
 
 def attention_leaves_graph(config: "Config") -> bool:
-    """Whether attention leaves the compiler, where torch.compile breaks a block's graph: for the mask of gathered keys, which
-    the compiler cannot make."""
+    """Whether torch.compile breaks a block's graph at attention: it cannot build the causal mask over gathered keys."""
     return config.parallel.cp > 1 and config.parallel.context == "gather" and isinstance(config.model, GPTConfig)
 
 
 # ---- layouts
 
-MULTIPLE = 16                                       # what cuBLAS wants widths of FP8 to be divisible by (course/fp8/native.py)
+MULTIPLE = 16                                       # cuBLAS needs FP8 widths divisible by this (course/fp8/native.py)
 
 
 def refusal(config: "Config") -> str:
-    """Why no run takes this configuration, in a sentence; "" if one does. parallel.dp=0 counts as 1."""
+    """A sentence that says why no run accepts this configuration, or "". parallel.dp=0 counts as 1."""
     try:
         check(config)
     except CourseError as error:
@@ -235,7 +235,7 @@ def refusal(config: "Config") -> str:
 
 
 def tensor_rule(c: "Config") -> str:
-    """tp shares out heads, of queries and of keys and values, hidden units and the vocabulary, whole ones each."""
+    """tp must divide the key-value heads, the hidden units and a GPT's vocabulary. Returns a sentence, or ""."""
     m, tp = c.model, c.parallel.tp
     counts = {"heads": m.groups, "hidden units": m.hidden}
     for what, count in counts.items():
@@ -248,7 +248,7 @@ def tensor_rule(c: "Config") -> str:
 
 
 def context_rule(c: "Config") -> str:
-    """all_to_all shares out over cp the heads that tp leaves; the other methods cut any number of tokens."""
+    """With all_to_all, cp must divide the heads of a tp rank. The other methods split any number of tokens."""
     m, p = c.model, c.parallel
     heads = m.groups // p.tp
     if p.cp > 1 and p.context == "all_to_all" and heads % p.cp:
@@ -258,7 +258,7 @@ def context_rule(c: "Config") -> str:
 
 
 def pipeline_rule(c: "Config") -> str:
-    """Each chunk of each pipeline rank has a block at least; interleaved, a round has a micro-batch for each rank."""
+    """Each chunk of each pipeline rank needs a block. The interleaved schedule needs at least pp micro-batches."""
     p, depth = c.parallel, c.model.depth
     if depth < p.pp * p.chunks:
         return (f"parallel.pp={p.pp} with parallel.chunks={p.chunks} needs {p.pp * p.chunks} blocks, but the model has {depth}: "
@@ -270,7 +270,7 @@ def pipeline_rule(c: "Config") -> str:
 
 
 def batch_rule(c: "Config") -> str:
-    """Each data-parallel rank has equally many samples."""
+    """dp must divide the global batch."""
     batch, dp = c.train.global_batch, max(c.parallel.dp, 1)
     if batch % dp:
         return f"parallel.dp={dp} does not divide train.global_batch={batch}: choose a divisor, or a multiple of {dp}"
@@ -278,7 +278,7 @@ def batch_rule(c: "Config") -> str:
 
 
 def fp8_rule(c: "Config") -> str:
-    """A linear's two widths on a rank are multiples of 16."""
+    """With native FP8, both widths of a linear on a rank must be multiples of 16."""
     if c.precision != "fp8" or c.fp8.by != "native":
         return ""
     return odd_width(c.model, c.fp8, c.parallel.tp)
@@ -286,7 +286,7 @@ def fp8_rule(c: "Config") -> str:
 
 @lru_cache(maxsize=1024)
 def odd_width(m: ModelConfig, fp8: "FP8", tp: int) -> str:
-    """The sentence for the first linear, of those not kept in bf16, that has a width on a rank which FP8 cannot multiply."""
+    """The sentence for the first FP8 linear with a width on a rank that FP8 cannot multiply, or ""."""
     for linear, k, n in linears_on_rank(m, tp):
         if not (k % MULTIPLE or n % MULTIPLE):
             continue
@@ -298,11 +298,11 @@ def odd_width(m: ModelConfig, fp8: "FP8", tp: int) -> str:
 
 
 def micro_batches(c: "Config") -> int:
-    """Micro-batches of a step on each data-parallel rank."""
+    """Micro-batches per step on each data-parallel rank."""
     share = c.train.global_batch // max(c.parallel.dp, 1)
     return num_microbatches(share, c.train.micro_batch) if share else 0
 
 
 def num_microbatches(samples: int, size: int) -> int:
-    """How many micro-batches of `size` samples (0: all) so many make."""
+    """How many micro-batches of `size` samples (0: all) hold this many samples."""
     return -(-samples // (size or samples))

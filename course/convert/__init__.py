@@ -1,3 +1,2 @@
-"""Weights of other libraries, read and written: `command` is `course convert`, `rules` what all have in common, `weight_files`
-files of named tensors; `huggingface`, GPT-2 and Llama; `dit`, facebookresearch/DiT; `transformer_engine`, Transformer Engine's
-layers."""
+"""Convert weights of other libraries: `command` is `course convert`, `rules` the part that all share, `weight_files` files of
+named tensors. `huggingface` covers GPT-2 and Llama, `dit` facebookresearch/DiT, `transformer_engine` Transformer Engine."""

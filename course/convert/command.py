@@ -1,20 +1,20 @@
-"""`course convert SOURCE TARGET`: from the files of another library to a run of ours, and back.
+"""`course convert SOURCE TARGET`: convert the files of another library to a run of ours, and back.
 
     course convert gpt2/ runs/gpt/mine                              a Hugging Face folder (GPT-2, Llama) -> a run, at step 0
     course convert DiT-XL-2-256x256.pt runs/dit/theirs              facebookresearch/DiT's names -> a run
     course convert te.safetensors runs/gpt/mine --like gpt-124m     Transformer Engine's layers -> a run of a preset's model
     course convert runs/gpt/mine out --to hf                        and back: hf, dit or te
 
-Which library SOURCE is of is seen in it. What its files do not say of the model, such as the objective of a DiT, the preset of
---like says; in files that we wrote the header says all. A tokenizer in a folder goes along, both ways.
+The files show which library SOURCE comes from. What they do not say of the model, such as a DiT's objective, comes from the
+preset of --like. In files that we wrote, the header says everything. A folder's tokenizer is copied in both directions.
 
 Under torchrun and srun each rank writes its part: of a run, what it owns in the layout of the settings (parallel.tp=2 ...); of a
-folder, its share of the files. One process writes for all ranks of a layout.
+folder, its share of the files. A single process writes for all ranks of a layout.
 
-Weights are read and written one at a time, so memory is bounded by the largest tensor, whatever the model; of a foreign file
-that is pickled, tensors alone, mapped into memory. No optimizer states are converted: other libraries' files have none.
+Weights are read and written one at a time, so the largest tensor bounds memory. A foreign pickled file is mapped into memory, and
+nothing in it is executed. Optimizer states are not converted: other libraries' files have none.
 
-Rebuilding FP8's scales is the exception, `rebuild`: it needs the whole model, and computes.
+The exception is `rebuild`, which recomputes FP8's scales: it needs the whole model.
 """
 
 import json
@@ -48,23 +48,23 @@ from course.training.step import Progress
 from course.utils.atomic_files import flush, remove
 from course.utils.errors import CourseError
 
-KINDS = {"hf": "gpt", "dit": "dit", "te": "vit or gpt"}             # what a run's model must be
-WORDS = "tokenizer.json"                                            # of the tokenizers package, in a run and in others' folders
-DEFAULT = {"gpt": "gpt-124m", "vit": "vit-base", "dit": "dit-xl"}     # whose settings a run has besides
+KINDS = {"hf": "gpt", "dit": "dit", "te": "vit or gpt"}             # target -> the kind that a run's model must have
+WORDS = "tokenizer.json"                                            # of the tokenizers package, in runs and in others' folders
+DEFAULT = {"gpt": "gpt-124m", "vit": "vit-base", "dit": "dit-xl"}     # the preset that gives a run its other settings
 
 
 def main(source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "", rows: str = "",
          average: bool = False, shard: int = weight_files.SHARD) -> None:
-    """`convert` on all ranks that torchrun or srun started."""
+    """Run `convert` on all ranks that torchrun or srun started."""
     with joined("cpu") as world:
         convert(world, source, target, settings, to, like, rows, average, shard)
 
 
 def convert(world: World, source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "",
             rows: str = "", average: bool = False, shard: int = weight_files.SHARD) -> None:
-    """To a run if SOURCE is none, else from it. Raises `CourseError` where a file, or the model, is not what is wanted.
+    """Convert SOURCE to a run, or from one if it is a run. Raises `CourseError` if a file or the model does not fit.
 
-    rows: one of te.ROWS; none: as the file says, and in what is written the first of them.
+    rows: one of transformer_engine.ROWS; empty: as the file says, and the first of them when writing.
     """
     if rows and rows not in transformer_engine.ROWS:
         raise CourseError(f"--qkv {rows}: the rows of Transformer Engine's fused projection are "
@@ -84,7 +84,7 @@ def convert(world: World, source: Path, target: Path, settings: Iterable[str] = 
 
 def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: str, everyone: Axis,
            say: Callable[[str], None]) -> None:
-    """Make the folder of a run, at step 0, to train on, generate or sample from."""
+    """Make the folder of a run at step 0, to train on, generate or sample from."""
     if to:
         raise CourseError(f"{path} is not the folder of a run (it has no config.yaml), so it becomes one: leave out --to {to}")
     if run.exists():
@@ -93,7 +93,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     source, settings = opened(kind, path, run, given, like, rows)
     size = reshard.ranks_of(settings)
     if everyone.size > 1:
-        mesh, size = build_mesh(settings.parallel, join("cpu")), everyone.size          # also of a dp that takes what is left
+        mesh, size = build_mesh(settings.parallel, join("cpu")), everyone.size          # dp=0 takes the remaining ranks
         mine = [(everyone.rank, reshard.owned_in(settings, mesh))]
     else:
         mine = [(rank, reshard.owned(settings, rank, size)) for rank in range(size)]
@@ -138,7 +138,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
 
 
 def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
-    """What can be done with the run now, a command a line. words: it has a tokenizer."""
+    """The commands that make sense with the run now, one a line. words: it has a tokenizer."""
     name, go_on = shlex.quote(str(run)), reshard.go_on(run, settings, 0)
     if settings.data.source == "files" and Path(settings.data.path).exists():
         commands = [f"train it on the data in {settings.data.path}: {go_on}"]
@@ -155,7 +155,7 @@ def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
 
 
 def tokenizer_of(folder: Path) -> str:
-    """The text of the tokenizer.json of a folder, or of what its vocab.json and merges.txt make; "" if it has neither."""
+    """The text of a folder's tokenizer.json, or of one made from its vocab.json and merges.txt; "" if it has neither."""
     if (folder / WORDS).is_file():
         return text_of(folder / WORDS)
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
@@ -165,7 +165,7 @@ def tokenizer_of(folder: Path) -> str:
 
 
 def text_of(file: Path) -> str:
-    """The text of a tokenizer's file; `CourseError` if it is none."""
+    """The text of a tokenizer file. Raises `CourseError` if it is not text."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -174,13 +174,13 @@ def text_of(file: Path) -> str:
 
 
 def clear(partial: Path, everyone: Axis) -> None:
-    """Remove what a conversion that failed has begun; one that succeeded has left nothing under this name."""
+    """Remove what a failed conversion has written; a successful one leaves nothing under this name."""
     if everyone.rank == 0:
         remove(partial)
 
 
 def kind_of(path: Path) -> str:
-    """Which library's files these are: `hf`, `dit` or `te`. A DiT may have a config.json, too, which names no model_type."""
+    """The library that wrote these files: `hf`, `dit` or `te`. A DiT's config.json, if there is one, names no model_type."""
     config = path / "config.json"
     if config.is_file() and "model_type" in weight_files.read_json(config):
         return "hf"
@@ -196,10 +196,10 @@ def kind_of(path: Path) -> str:
 
 
 def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: str) -> tuple[Source, Config]:
-    """The weights, and the configuration of the run: of a preset, with the model that the file is of and the settings given."""
+    """The weights, and the run's configuration: a preset's, with the model of the file and the settings given."""
     values_given = schema.parse(given)
     base = config.load(like) if like else None
-    known: Any = base.model if base else None        # what to look up where the file does not say
+    known: Any = base.model if base else None        # used where the file does not say
     source: Source | None = None
     if kind == "te":
         tensors = weight_files.Weights(path)
@@ -210,7 +210,7 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     elif known and known.kind != KINDS[kind]:
         raise other_kind(path, like, known.kind, KINDS[kind])
     else:
-        mine = values if isinstance(values := values_given.get("model"), dict) else {}          # what is wrong in it `build` says
+        mine = values if isinstance(values := values_given.get("model"), dict) else {}          # `build` reports mistakes in it
         source = huggingface.source(path, known) if kind == "hf" else dit.source(path, mine, like=known)
         model = source.c
     if known and known.kind != model.kind:
@@ -226,8 +226,8 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
 
 
 def padded(source: Source, settings: Config) -> Config:
-    """The settings, with the number of tokens noted if a vocabulary is asked for that is larger than the file's. The source
-    takes that model over; what else is asked for, and not in the file, it will refuse."""
+    """The settings, with the file's number of tokens noted if the user asks for a larger vocabulary. The source adopts that
+    vocabulary, and refuses any other difference from the file."""
     c: Any = settings.model
     if isinstance(c, GPTConfig) and c.vocab > source.c.vocab and not c.vocab_used:
         c = replace(c, vocab_used=source.c.words)
@@ -239,24 +239,24 @@ def padded(source: Source, settings: Config) -> Config:
 
 
 def other_kind(path: Path, like: str, theirs: str, ours: str) -> CourseError:
-    """The sentence for a preset that is of another kind of model than the file."""
+    """The error for a preset of another kind of model than the file's."""
     return CourseError(f"--like {like}: that preset is of a {theirs}, and {path} has the weights of a {ours}; name a preset of a "
                        f"{ours}, such as {DEFAULT[ours]}")
 
 
 def serial(settings: Config) -> list[Placement]:
-    """The places of all parameters of the serial model."""
+    """The placements of all parameters of the serial model."""
     return list(serial_placements(build_model(settings.model)).values())
 
 
 def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[Shard]:
-    """What a rank writes: its parts of the parameters, and what belongs to none."""
+    """The pieces that a rank writes: its parts of the parameters, and the tensors of `more`, which belong to none."""
     return [*(Shard(where.name, where, parameter_dtype(settings.precision)) for where in owned),
             *(Shard(name, where, tensor.dtype) for name, tensor, where in checkpoint.whole_tensors(more))]
 
 
 def delayed(settings: Config) -> bool:
-    """Whether training multiplies in FP8 with scales from the past."""
+    """Whether training uses our own FP8 layers with delayed scaling."""
     return settings.precision == "fp8" and settings.fp8.by == "native" and settings.fp8.recipe == "delayed"
 
 
@@ -281,7 +281,7 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
 
 
 def compute_once(training: Any, batch: dict[str, Tensor]) -> None:
-    """Forward, backward, and what the FP8 matmuls have seen into their histories; the weights stay."""
+    """Run forward and backward and update the FP8 matmuls' amax histories; the weights stay."""
     from course.training.step import build_compute
 
     training.gradients.begin(validation.num_microbatches(len(batch["sample"]), training.config.train.micro_batch))
@@ -293,7 +293,7 @@ def compute_once(training: Any, batch: dict[str, Tensor]) -> None:
 
 
 def first_batch(model: Any, settings: Config, mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of the first global batch of the run's data, or of the model's example if there is no such data."""
+    """This rank's part of the first global batch of the run's data, or of the model's example if that data is missing."""
     missing = settings.data.source == "files" and not Path(settings.data.path).is_dir()
     if missing:
         settings = replace(settings, data=replace(settings.data, source="mock"))
@@ -307,18 +307,18 @@ def first_batch(model: Any, settings: Config, mesh: Mesh) -> dict[str, Tensor]:
 # ---- from a run ----
 
 class Plan(NamedTuple):
-    """How a run's weights are written for another library."""
+    """How to write a run's weights for another library."""
 
-    what: str                                        # what will be written, for the user
+    what: str                                        # the output, described for the user
     c: Any                                           # the model's configuration
     rule: Callable[[str], Rule]
-    about: dict[str, str]                            # what goes into a file's header
-    extra: dict[str, Tensor]                         # tensors that none of ours becomes
+    about: dict[str, str]                            # the header of each file
+    extra: dict[str, Tensor]                         # tensors that are not made from ours
 
 
 def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, average: bool, shard: int, everyone: Axis,
              say: Callable[[str], None]) -> None:
-    """Write the newest weights of a run, or their moving average, as another library has them."""
+    """Write a run's newest weights, or their moving average, in another library's format."""
     if given:
         raise CourseError(f"{given[0]}: the settings of a run that is converted are its own; leave it out")
     settings = read_config(run)
@@ -382,18 +382,18 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
 
 
 def its(words: str) -> Tokenizer | None:
-    """The tokenizer of a text, if it is one."""
+    """The tokenizer that a text describes; None if there is none."""
     try:
         return Tokenizer.from_str(words) if words else None
-    except Exception:                                # the package has no kind of its own; who samples is told
+    except Exception:                                # the package has no exception type of its own; sampling reports it
         return None
 
 
 def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int]]:
-    """The tokenizer of a GPT's run, as files of a Hugging Face folder, nothing where there is none; and its end tokens."""
+    """A GPT run's tokenizer as files of a Hugging Face folder (none if there is none), and its end tokens."""
     if not isinstance(settings.model, GPTConfig):
         return {}, []
-    # random samples are of no tokenizer
+    # random samples have no tokenizer
     places = sample_text.tokenizer_files(run, settings)[:2 if settings.data.source == "files" else 1]
     there = next((file for file in places if file.is_file()), None)
     last = end_tokens.of_run(run, settings)
@@ -409,12 +409,12 @@ def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int
 
 
 def default_of(settings: Config) -> str:
-    """The library that a model is converted to if none is named."""
+    """The library that a model is converted to by default."""
     return {"gpt": "hf", "dit": "dit", "vit": "te"}[family_of(settings.model)]
 
 
 def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
-    """How the weights of a run are written for a library."""
+    """How to write a run's weights for a library. Raises `CourseError` if that library has no such model."""
     c, to = settings.model, to or default_of(settings)
     if to not in KINDS:
         raise CourseError(f"--to {to}: it is one of {', '.join(KINDS)}")
@@ -437,7 +437,7 @@ def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
 
 def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weight_files.Entry]], last: list[int]) -> dict[str,
                                                                                                                          str]:
-    """The texts that lie beside a folder's files. last: the tokens that end a text."""
+    """The texts beside a folder's weight files, by name. last: the tokens that end a text."""
     if to == "hf":
         return huggingface.beside(plan.c, dtype, files, last)
     return {f"{weight_files.FILES[0]}.index.json": json.dumps(weight_files.index_of(files), indent=1)} if len(files) > 1 else {}

@@ -1,9 +1,9 @@
-"""Checkpoints with the parameter names of facebookresearch/DiT: into ours, and back.
+"""Convert checkpoints with the parameter names of facebookresearch/DiT to ours, and back.
 
     theirs                              ours                    what differs
-    x_embedder.proj                     embed.proj              a convolution; ours is the same as a linear map of patches
+    x_embedder.proj                     embed.proj              a convolution; ours is the equivalent linear map of patches
     t_embedder.mlp.0, .2                embed.time.up, .down
-    y_embedder.embedding_table          embed.label             in both the last row is the unknown class; theirs lacks it
+    y_embedder.embedding_table          embed.label             the last row is the unknown class; theirs lacks it
                                                                 if no class was hidden in training
     blocks.N.attn.qkv, .proj            blocks.N.attn.qkv, .out
     blocks.N.mlp.fc1, .fc2              blocks.N.mlp.up, .down
@@ -12,14 +12,15 @@
     final_layer.adaLN_modulation.1      head.ada
     pos_embed                           (computed)              quarters: column sine, cosine, row sine, cosine; reversed here
 
-Positions are added to the residual stream, so its features have their order there. Nothing else knows it: the norms have no
-weights. With the quarters of the stream reversed in every weight that writes to it or reads from it, the model computes the same.
+Positions are added to the residual stream, so they fix the order of its features. Nothing else depends on that order: the norms
+have no weights. We reverse the quarters of the residual stream in every weight that writes to it or reads from it, and the model
+computes the same.
 
-A model with learned variance has twice the channels: first the noise, then the variance. Reading takes the noise; writing gives
-zeros for the variance, which stands for the middle, on a logarithmic scale, of the smallest and the largest that the diffusion
-allows. (That model's own training adjusts it; who samples by DDIM needs none.)
+A model with learned variance has twice the channels: first the noise, then the variance. Reading takes the noise. Writing gives
+zeros for the variance: the middle, on a logarithmic scale, between the smallest and the largest variance that the diffusion
+allows. (Their training adjusts it; DDIM does not need it.)
 
-Written from the paper and from the names and shapes in released files alone.
+Written only from the paper and from names and shapes in released files.
 """
 
 import math
@@ -38,9 +39,9 @@ from course.models.dit import grid_positions
 from course.utils.errors import CourseError
 
 State = Mapping[str, Tensor]
-HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}       # of the published widths; no shape shows them
-PUBLISHED = 1000                                    # classes, and a row for none, of all released models
-# their name, ours, and which side of the weight is the residual stream: its rows, its columns, or rows in groups of (n, stream)
+HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}       # heads of the published widths; no shape shows them
+PUBLISHED = 1000                                    # classes of all released models; their tables have one more row
+# their name, our name, and the weight's side that is the residual stream: rows (or several groups of them), columns, or none
 ENDS = [("x_embedder.proj", "embed.proj", "rows"), ("t_embedder.mlp.0", "embed.time.up", ""),
         ("t_embedder.mlp.2", "embed.time.down", ""), ("y_embedder.embedding_table", "embed.label", ""),
         ("final_layer.linear", "head.proj", "columns"), ("final_layer.adaLN_modulation.1", "head.ada", "rows")]
@@ -58,8 +59,8 @@ def names(depth: int) -> Iterator[tuple[str, str, str]]:
 
 
 def turned(x: Tensor, side: str, dim: int) -> Tensor:
-    """Reverse the quarters of the residual stream of `dim` features on a side of a weight, (k * dim, ...) for "rows" or (n, dim)
-    for "columns"; at any other side nothing is. Twice is nothing."""
+    """Reverse the quarters of the residual stream's `dim` features on a side of a weight: (k * dim, ...) for "rows", (n, dim) for
+    "columns". With "" the weight stays as it is. `turned` is its own inverse."""
     if side == "rows":
         return x.unflatten(0, (-1, 4, dim // 4)).flip(1).flatten(0, 2)
     return x.unflatten(1, (4, dim // 4)).flip(1).flatten(1, 2) if side == "columns" else x
@@ -67,10 +68,10 @@ def turned(x: Tensor, side: str, dim: int) -> Tensor:
 
 def settings(state: State, heads: int = 0, classes: int | None = None, label_drop: float | None = None,
              objective: Any = DiTConfig.objective) -> DiTConfig:
-    """The model that such a checkpoint is of; besides the first argument, what no shape shows and somebody says.
+    """The model of such a checkpoint: its shapes show most of it, the arguments give the rest.
 
-    The table of classes has a row for the unknown one, the last, only if classes were hidden in training: label_drop > 0. Where
-    nobody says how many classes there are, it has one.
+    The table of classes ends with a row for the unknown one only if classes were hidden in training: label_drop > 0. We assume
+    that row if neither `classes` nor `label_drop` is given.
     """
     try:
         dim, channels, patch, _ = state["x_embedder.proj.weight"].shape
@@ -78,8 +79,8 @@ def settings(state: State, heads: int = 0, classes: int | None = None, label_dro
         depth = sum(name.endswith("attn.qkv.weight") for name in state)
         rows = len(state["y_embedder.embedding_table.weight"])
         hidden = len(state["blocks.0.mlp.fc1.weight"])
-        ratio = hidden / dim                         # 1952 / 448, rounded, times 448 is less than 1952
-    except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:   # of odd shapes
+        ratio = hidden / dim                         # 1952 / 448 is rounded: times 448 it is less than 1952
+    except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:   # odd shapes
         raise CourseError(f"this is no checkpoint with the names of facebookresearch/DiT ({error}): give one of its .pt "
                           "files") from error
     heads = heads or HEADS.get(dim, 0)
@@ -93,32 +94,32 @@ def settings(state: State, heads: int = 0, classes: int | None = None, label_dro
 
 
 def labels(rows: int, classes: int | None, drop: float | None) -> tuple[int, float]:
-    """(classes, label_drop) of a table of so many rows, and what is said of it, None where nothing is."""
+    """(classes, label_drop) of a table with `rows` rows; classes, drop: what is known of them, None: nothing."""
     if classes is None:
         classes = rows if drop == 0 else rows - 1
     if drop is None:
         drop = 0.0 if classes == rows else DiTConfig.label_drop
-    if rows != classes + (drop > 0) and rows != classes + 1:          # we wrote the row, too, of models that never learn it
+    if rows != classes + (drop > 0) and rows != classes + 1:          # a file may have the row even if it was never trained
         raise CourseError(f"the table of classes has {rows} rows, which is not one for each of {classes} classes"
                           f"{' and one for no class' if drop else ''}, as class dropout {drop:g} says: give model.classes and "
                           "model.label_drop as the model was trained")
     return classes, drop
 
 
-# how training scripts call, in their arguments, what no shape shows; facebookresearch/DiT's own names first
+# names of training scripts' arguments for what no shape shows; facebookresearch/DiT's own first
 NAMED = {"heads": ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads"),
          "classes": ("num_classes", "classes", "n_classes", "num_labels"),
          "label_drop": ("class_dropout_prob", "label_drop", "class_dropout", "class_drop_prob", "label_dropout")}
 OBJECTIVES = ("objective", "prediction_type", "prediction", "parameterization")
 EPSILON, FLOW = ("epsilon", "eps", "noise"), ("flow", "rectified_flow", "rectified-flow")
-# what else they say of the diffusion, and the values that it has here; SiT's path runs the other way, from noise at time 0
+# other arguments about the diffusion, and the values that we support; SiT's path runs the other way, from noise at time 0
 OTHERS: dict[str, tuple[Any, ...]] = {
     "predict_xstart": (False, None), "noise_schedule": ("linear", None), "diffusion_steps": (1000, None),
     "path_type": (None,)}
 
 
 def arguments(says: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's own arguments say of its model, as keys of ours. Raises `CourseError` for a model that we have not."""
+    """Our model's settings in a checkpoint's own arguments. An objective that we lack is kept as `key=value`."""
     found: dict[str, Any] = {}
     for ours, names in NAMED.items():
         value = next((says[name] for name in names if is_number(says.get(name))), None)
@@ -135,13 +136,13 @@ def arguments(says: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether an argument is a number, which True is not."""
+    """Whether an argument is a finite number; a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfig | None, given: Mapping[str, Any]) -> DiTConfig:
-    """The model of a checkpoint. Its shapes show most of it. For the rest what the user has `given` counts, then its header, its
-    arguments, and a model `like` it."""
+    """The model of a checkpoint, most of which its shapes show. The rest comes from what the user has `given`, then the header,
+    the checkpoint's arguments, and a model `like` it. Raises `CourseError` for an objective that we lack."""
     given = {key: value for key, value in given.items() if key == "objective" or (key in NAMED and is_number(value))}
     if isinstance(header, DiTConfig):
         return replace(header, heads=given.get("heads") or header.heads)
@@ -151,7 +152,7 @@ def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfi
         known["heads"] = like.heads
     said = arguments(says)
     if "classes" in said | given and "label_drop" not in said | given:
-        known.pop("label_drop", None)                # the rows of the table tell
+        known.pop("label_drop", None)                # the table's rows show it
     c = settings(state, **(known | said | given))
     if c.objective not in ("epsilon", "flow") and "objective" not in given:
         raise CourseError(f"this checkpoint says {c.objective} of itself, and this library's DiT learns the noise (epsilon, "
@@ -161,14 +162,14 @@ def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfi
 
 
 def rule(c: DiTConfig, ours: str) -> Rule:
-    """How one of our parameters is laid out there, and their name for it; with outputs, all zero, for a learned variance."""
+    """The layout of one of our parameters there, and their name for it. Outputs for a learned variance are written as zeros."""
     theirs, side = next((theirs, side) for theirs, mine, side in names(c.depth) if mine == ours)
 
     def take(c: DiTConfig, parts: Parts) -> Tensor:
         value, = parts
-        if ours.startswith("head.proj"):             # (p·p·channels, ...), of the channels the first
+        if ours.startswith("head.proj"):             # (p·p·channels, ...): keep the first channels
             value = value.unflatten(0, (c.patch**2, -1))[:, :c.latent[0]].transpose(0, 1).flatten(0, 1)
-        if ours == "embed.label.weight" and len(value) == c.classes:    # without a row for the unknown class, which ours has
+        if ours == "embed.label.weight" and len(value) == c.classes:    # add the row for the unknown class, which ours has
             value = torch.cat([value, torch.zeros_like(value[:1])])
         return turned(value.flatten(1) if value.dim() > 2 else value, side, c.dim).contiguous()
 
@@ -187,9 +188,9 @@ def rule(c: DiTConfig, ours: str) -> Rule:
 
 
 def source(path: Path, given: Mapping[str, Any], like: DiTConfig | None = None) -> Source:
-    """A file of theirs as a mapping from our names to tensors. Raises `CourseError` if it is not a whole DiT of the paper's.
+    """A file of theirs as a mapping from our names to tensors. Raises `CourseError` if it is not a complete DiT as in the paper.
 
-    given: keys of the model that the user gave. like: where to look for what no shape shows, if the file does not say it.
+    given: model settings that the user gave. like: a model to look up what neither the shapes nor the file say.
     """
     state = Weights(path)
     header, says = model_in(path, state.about()), state.says()
@@ -207,10 +208,10 @@ def source(path: Path, given: Mapping[str, Any], like: DiTConfig | None = None) 
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of numbers from -1 to 1 are the same up to the rounding of bf16, the coarsest that they come in."""
+    """Whether two tensors with values from -1 to 1 agree up to bf16 rounding, the coarsest format that they come in."""
     return a.shape == b.shape and torch.allclose(a.double(), b, rtol=0, atol=torch.finfo(torch.bfloat16).eps)
 
 
 def positions(c: DiTConfig) -> Tensor:
-    """Their fixed vectors of patches, (1, T, D) float64."""
+    """Their fixed position vectors of patches, (1, T, D) float64."""
     return turned(grid_positions(torch.arange(c.tokens), c.latent[2] // c.patch, c.dim), "columns", c.dim)[None]

@@ -1,17 +1,17 @@
-"""GPT-2 and Llama as `transformers` writes them, to ours and back.
+"""Convert GPT-2 and Llama, as `transformers` writes them, to ours and back.
 
     model = read(folder)                            a serial GPT with the weights of a Hugging Face folder
 
-What corresponds to what is data: `TABLES`, one line for each of our parameters. Layouts that differ:
+`TABLES` says what corresponds to what, one line for each of our parameters. These layouts differ:
 
     transposed  GPT-2 multiplies x W, we multiply x W'
-    positions   ours have a dim for the sample, of one
-    grouped     Llama has queries, keys and values apart, heads of queries group by group; our fused projection has rows
+    positions   ours have a leading dim of size 1, for the sample
+    grouped     Llama has separate queries, keys and values, the query heads in groups; our fused projection has rows
                 (queries of a group + 2, kv_heads, head_dim)
-    stacked     Llama has the gated MLP's gates and values apart, we have one above the other
-    padded      ours may have more rows than there are tokens (model.vocab=50304 of 50257, so that ranks can share them out)
+    stacked     Llama has separate gates and values in the gated MLP; ours stacks the gates above the values
+    padded      ours may have more rows than there are tokens (model.vocab=50304 for 50257, so that ranks can share them evenly)
 
-Rotary positions turn the same pairs in both: number i of a head's first half with number i of the second.
+Rotary positions rotate the same pairs in both: element i of a head's first half with element i of the second.
 """
 
 import json
@@ -34,7 +34,7 @@ from course.utils.errors import CourseError
 
 
 def fuse(c: GPTConfig, parts: Parts) -> Tensor:
-    """(heads · d, ...), 2 x (kv_heads · d, ...) -> ((G + 2) · kv_heads · d, ...)."""
+    """Fuse queries, keys and values: (heads · d, ...), 2 x (kv_heads · d, ...) -> ((G + 2) · kv_heads · d, ...)."""
     q, k, v = parts
     each = (c.groups, c.heads // c.groups, c.dim // c.heads)            # (g, G, d)
     queries = q.unflatten(0, each).transpose(0, 1)                      # (G, g, d, ...)
@@ -49,16 +49,16 @@ def unfuse(c: GPTConfig, x: Tensor) -> Parts:
 
 
 def pad(c: GPTConfig, parts: Parts) -> Tensor:
-    """A row for each token, (words, D) -> (vocab, D). Padding is the mean of all rows.
+    """Give each token a row, (words, D) -> (vocab, D). Padding is the mean of all rows.
 
-    Its logit is then the mean of all logits, and as the exponential is convex, it takes at most as much of the softmax as a token
-    does on average: the loss grows by less than (vocab - words) / words. A row of zeros has logit 0, which is more than any
-    token has where all logits are negative, as GPT-2's are. Training changes padding as any row, as in Megatron.
+    A padding logit is then the mean of all logits. The exponential is convex, so padding takes at most an average token's share
+    of the softmax: the loss grows by less than (vocab - words) / words. A row of zeros would have logit 0, more than any token if
+    all logits are negative, as GPT-2's are. Training updates padding like any row, as in Megatron.
     """
     rows, = parts
     more = c.vocab - len(rows)
     if len(rows) != c.words or not more:
-        return rows                                  # of the wrong size, which `Source.part` refuses
+        return rows                                  # nothing to pad, or a wrong size, which `Source.part` refuses
     mean = rows.mean(0, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32))
     return torch.cat([rows, mean.to(rows.dtype).expand(more, -1)])
 
@@ -96,11 +96,11 @@ LLAMA: Table = {
     "head.proj.weight": (PADDED, (HEAD,)),
 }
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
-# what older files have besides: tables that follow from the configuration, and the head of tied weights once more
+# in older files only: tables that follow from the configuration, and a second copy of a tied head
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", HEAD)
-GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}       # the first of several is written
+GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}       # we write the first of several names
 
-# config.json's keys that are ours under another name, by kind
+# our settings and config.json's names for them, by kind
 NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_embd", "depth": "n_layer", "heads": "n_head",
                   "norm_eps": "layer_norm_epsilon"},
          "llama": {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": "hidden_size",
@@ -108,19 +108,19 @@ NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_emb
                    "norm_eps": "rms_norm_eps"}}
 STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
            "rope_context": "original_max_position_embeddings"}           # of rope_type=llama3
-# and those that have to have one value, since we have no other; absent is that value
+# keys that must have this value, the only one that we support; an absent key counts as it
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "llama": {"hidden_act": "silu"}}
-# the same of those that are not written: what other models have, and what says that the weights, or the model, are others
+# the same for keys that we never write: they mark models, or formats of weights, that we lack
 FOREIGN = {"partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None, "auto_map": None}
 KIND = {"gpt2": {"norm": "layer", "position": "learned"}, "llama": {"norm": "rms", "mlp": "swiglu", "position": "rotary"}}
-TIED = {"gpt2": True, "llama": False}                # where config.json does not say
+TIED = {"gpt2": True, "llama": False}                # if config.json does not say
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 
 
 def config_of(found: Mapping[str, Any]) -> GPTConfig:
-    """Our configuration for the values of a config.json. Raises `CourseError` for what a GPT here cannot be."""
+    """Our configuration for the values of a config.json. Raises `CourseError` for a model that our GPT cannot be."""
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in TABLES:
         raise CourseError(f"config.json says model_type={kind}, and what can be read is {' and '.join(TABLES)}")
@@ -138,7 +138,7 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
 
 
 def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GPT-2's config.json says in another way than we do."""
+    """The settings that a GPT-2's config.json expresses differently from ours."""
     activation = found.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise refused("activation_function", activation, " or ".join(GELU))
@@ -146,7 +146,7 @@ def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Llama's config.json says in another way than we do."""
+    """The settings that a Llama's config.json expresses differently from ours."""
     rope = rope_of(found)
     heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
     kv_heads = heads if kv_heads is None else kv_heads
@@ -165,7 +165,7 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Llama's config.json says of its rotary positions. `transformers` 4 calls it rope_scaling, 5 rope_parameters."""
+    """A Llama's rotary settings in config.json: `transformers` 4 calls them rope_scaling, 5 rope_parameters."""
     said: list[dict[str, Any]] = []
     for key in ("rope_parameters", "rope_scaling"):
         given = found.get(key) or {}
@@ -187,7 +187,7 @@ def rope_of(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_llama3(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The stretched rotary positions of Llama 3.1 and later."""
+    """The settings of stretched rotary positions, as in Llama 3.1 and later."""
     if missing := [theirs for theirs in STRETCH.values() if theirs not in rope]:
         raise CourseError(f"config.json has rope_type=llama3 without {', '.join(missing)}: give a model's folder as it was "
                           "published")
@@ -195,19 +195,19 @@ def of_llama3(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_for(c: GPTConfig) -> dict[str, Any]:
-    """How a Llama's config.json says a GPT's rotary positions."""
+    """A GPT's rotary settings, as a Llama's config.json has them."""
     if c.stretch is None:
         return {"rope_type": "default", "rope_theta": c.rope_theta}
     return {"rope_type": "llama3", "rope_theta": c.rope_theta} | {theirs: getattr(c, ours) for ours, theirs in STRETCH.items()}
 
 
 def refused(key: str, value: Any, only: Any) -> CourseError:
-    """The sentence for a value that we have not."""
+    """The error for a value that we do not support."""
     return CourseError(f"config.json has {key}={value}, and this library's GPT knows only {only} there: choose another model")
 
 
 def kind_of(c: GPTConfig) -> str:
-    """Which of their models has a GPT's parts. Raises `CourseError` if none has."""
+    """The `transformers` model that has a GPT's parts. Raises `CourseError` if there is none."""
     for kind, parts in KIND.items():
         plain = kind == "llama" or (c.mlp != "swiglu" and c.groups == c.heads and c.bias)
         if plain and all(getattr(c, key) == value for key, value in parts.items()):
@@ -231,9 +231,9 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
                    "resid_pdrop": c.dropout}
     else:
         values |= {"intermediate_size": c.hidden, "num_key_value_heads": c.groups, "head_dim": c.dim // c.heads,
-                   "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and for version 5 on:
+                   "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and from version 5 on:
                    "rope_parameters": rope_for(c)}
-        if c.stretch is not None:                   # version 4 reads this, and without it would take them for plain ones
+        if c.stretch is not None:                   # version 4 reads this; without it, it would assume plain positions
             values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
             "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": end_tokens.as_value(last),
@@ -241,29 +241,29 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
 
 
 def rule(kind: str, ours: str, bare: bool = False) -> Rule:
-    """How one of our parameters is laid out there, and their names for it; bare: without "transformer." before them."""
+    """The layout of one of our parameters there, and their names for it; bare: without "transformer." before them."""
     entry = look_up(TABLES[kind], ours)
     assert entry is not None, ours
     return entry[0], tuple(name.removeprefix("transformer.") if bare else name for name in entry[1])
 
 
 def completed(c: GPTConfig, header: Any, like: GPTConfig | None) -> GPTConfig:
-    """The model of a config.json: with what it cannot say as in the header, else as in a model `like` it."""
+    """The model of a config.json. What config.json cannot say comes from the header, else from a model `like` it."""
     if isinstance(header, GPTConfig) and config_of(config_for(header)) == c:
         return header
     return c if like is None else replace(c, dropout=like.dropout, loss_chunk=like.loss_chunk)
 
 
 def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
-    """A Hugging Face folder as a mapping from our serial names to tensors, one read at a time.
+    """A Hugging Face folder as a mapping from our serial names to tensors, read one at a time.
 
-    like: where to look for what config.json cannot say, if the files' header does not say it.
+    like: a model to look up what neither config.json nor the files' header says.
     """
     folder = Path(folder)
     c = config_of(weight_files.read_json(folder / "config.json"))
     kind, tensors = kind_of(c), weight_files.Weights(folder)
     c = completed(c, weight_files.model_in(folder, tensors.about()), like)
-    # GPT-2 as OpenAI's files have it: the names without "transformer."
+    # OpenAI's files of GPT-2 have names without "transformer."
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
     embedding = rule(kind, "embed.token.weight", bare)[1][0]
     if c.tied and {HEAD, embedding} <= set(tensors) and not same(tensors[HEAD], tensors[embedding]):
@@ -274,7 +274,7 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether one tensor is the other, or a copy of it in a smaller format."""
+    """Whether two tensors are equal, compared in the smaller of their formats."""
     kind = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(a.to(kind), b.to(kind))
 
@@ -293,7 +293,7 @@ def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "
 
 def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weight_files.Entry]], last: Sequence[int]) -> dict[str,
                                                                                                                          str]:
-    """The texts beside the files of weights, by name."""
+    """The texts beside the weight files, by name."""
     found = {"config.json": json.dumps(config_for(c, dtype, last), indent=1) + "\n"}
     found |= {end_tokens.NOTE: end_tokens.as_text(last)} if last else {}
     return found | ({f"{weight_files.FILES[0]}.index.json": json.dumps(weight_files.index_of(files), indent=1)} if len(files) > 1

@@ -1,12 +1,11 @@
-"""`course reshard RUN parallel.tp=4 parallel.pp=2`: a run's newest checkpoint, as ranks of another layout would have written it.
+"""`course reshard RUN parallel.tp=4 parallel.pp=2`: write a run's newest checkpoint again, for another layout.
 
-Nobody has to: a checkpoint says nothing of the layout that wrote it, and any layout reads any checkpoint box by box. But if a
-thousand ranks each need a corner of every file, it is better cut up once: afterwards a rank of the new layout finds all that
-it holds in one file.
+Resharding is optional: any layout reads any checkpoint box by box. But if a thousand ranks each need a corner of every file, cut
+it up once. Afterwards each rank of the new layout finds all its parts in one file.
 
-This runs in one process, on any machine, for any number of ranks: PyTorch's fake process group lets it build, rank by rank and
-without memory, the model that this rank will have, and the placements say which boxes, and under ZeRO-1 which flat ranges of
-them, are its own. They are read, and written one tensor after another; never is more than one of them in memory.
+This runs in one process, on any machine, for any number of ranks. PyTorch's fake process group lets it build each rank's model in
+turn, without memory. The placements say which boxes (with ZeRO-1, which flat ranges of them) that rank owns. These are read and
+written one at a time, so at most one tensor is in memory.
 """
 
 import math
@@ -40,10 +39,10 @@ Index = dict[str, Any]
 
 
 def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], None] = print) -> Path:
-    """Write a run of another name in the layout of `settings`, with the newest checkpoint of `run` and its metrics.
+    """Write a new run, `name`, in the layout of `settings`, with the newest checkpoint of `run` and its metrics.
 
-    Raises `CourseError` if there is no setting or one that is not of parallel, if the layout cannot be, if the run has no
-    checkpoint, or if the new one is there already.
+    Raises `CourseError` if there is no setting or one outside `parallel`, if the layout is impossible, if the run has no
+    checkpoint, or if the new run exists already.
     """
     old = read_config(run)
     new = resettled(run, old, settings, name)
@@ -53,7 +52,7 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
     source, index = newest
     target, ranks = run_folder(new), ranks_of(new)
     if target.exists():
-        owned(new, 0, ranks)                        # a layout that cannot be is refused before anyone removes a folder for it
+        owned(new, 0, ranks)                        # refuse an impossible layout before anyone removes a folder for it
         raise CourseError(f"{target} is there already: choose another --name, or move the folder away")
     with atomic(target) as temporary:
         final = reshard(source, index, new, temporary / "checkpoints")
@@ -69,18 +68,18 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
 
 
 def go_on(run: Path, settings: Config, step: int) -> str:
-    """The command that trains a run further, in the layout of its own config.yaml; a finished one as long again."""
+    """The command that continues a run in the layout of its own config.yaml. A finished run trains as long again."""
     ranks = ranks_of(settings)
     course = "course" if ranks == 1 else f"torchrun --standalone --nproc-per-node={ranks} -m course.cli"
     more = f" train.steps={2 * step}" if 0 < settings.train.steps <= step else ""
     p, share = settings.parallel, settings.train.global_batch // max(settings.parallel.dp, 1)
     if p.chunks > 1 and validation.micro_batches(settings) < p.pp <= share:
-        more += f" train.micro_batch={share // p.pp}"               # interleaved, each rank has a micro-batch in a round
+        more += f" train.micro_batch={share // p.pp}"               # interleaved: a round has one micro-batch for each rank
     return f"{course} train {shlex.quote(str(run / 'config.yaml'))}{more}"
 
 
 def place_of(run: Path) -> tuple[str, str]:
-    """(log.dir, preset) of a run's folder, which is log.dir/preset/log.name; a path too short to say both is looked up."""
+    """(log.dir, preset) of a run's folder, which is log.dir/preset/log.name. A path too short to show both is resolved first."""
     whole = run if run.name != ".." and run.parent.name not in ("", "..") else run.resolve()
     return str(whole.parent.parent), whole.parent.name
 
@@ -98,17 +97,17 @@ def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Con
     folder, preset = place_of(run)
     values["log"] |= {"name": name, "dir": folder}
     new = validation.check(schema.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
-    order.my_slice(new.train.global_batch, max(new.parallel.dp, 1), 0)      # which it has to be divisible into
+    order.my_slice(new.train.global_batch, max(new.parallel.dp, 1), 0)      # raises if dp does not divide the batch
     return new
 
 
 def ranks_of(settings: Config) -> int:
-    """How many ranks a layout has; dp=0, what the others leave, is 1 here, where nobody says how many there are."""
+    """The number of ranks of a layout. dp=0, the remaining ranks, counts as 1 here, where the total is unknown."""
     return math.prod(max(getattr(settings.parallel, name), 1) for name in AXES)
 
 
 def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
-    """Write the checkpoint again under `folder`, a file a rank of the layout that `settings` describe."""
+    """Write the checkpoint again under `folder`, one file for each rank of the layout in `settings`."""
     final = folder / source.name
     size = ranks_of(settings)
 
@@ -123,7 +122,7 @@ def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
 
 
 def pieces_of(index: Index, settings: Config, rank: int, size: int) -> Iterator[Shard]:
-    """What a rank of the layout owns: its parameters, what belongs to them, and on rank 0 what belongs to none."""
+    """The pieces that a rank of the layout owns: its parameters and their states; on rank 0, also tensors of no parameter."""
     tensors: dict[str, Any] = index["tensors"]
     names = {name for name, _ in build_model(settings.model).named_parameters()}
     leaves: dict[str, list[str]] = {}
@@ -141,20 +140,20 @@ def pieces_of(index: Index, settings: Config, rank: int, size: int) -> Iterator[
 
 
 def whole(tensors: dict[str, Any], name: str) -> Shard:
-    """All of a tensor."""
+    """A tensor as one piece."""
     shape = tuple(tensors[name]["shape"])
     return Shard(name, Placement(name, shape, tuple((0, n) for n in shape)), getattr(torch, tensors[name]["dtype"]))
 
 
 def owned(settings: Config, rank: int, size: int) -> list[Placement]:
-    """The places of the parameters that this rank of the layout will own; nothing is computed and nothing sent."""
+    """The placements of the parameters that this rank of the layout will own. Nothing is computed or sent."""
     with pretended(rank, size):
         return owned_in(settings, build_mesh(replace(settings.parallel, dp=max(settings.parallel.dp, 1)),
                                              World(rank, size, torch.device("cpu"))))
 
 
 def owned_in(settings: Config, mesh: Mesh) -> list[Placement]:
-    """The same of this rank of a mesh. The model is built without memory."""
+    """The placements of the parameters that this rank of a mesh owns. The model is built without memory."""
     layout = parallelize(model := build_model(settings.model), mesh, settings.parallel)
     gradients = build_gradient_sync(model, layout, settings.parallel, working_dtype(settings.precision))
     return [where for p in gradients.optimizer_parameters if (where := layout.placements[p]).owner]
@@ -162,7 +161,7 @@ def owned_in(settings: Config, mesh: Mesh) -> list[Placement]:
 
 @contextmanager
 def pretended(rank: int, size: int) -> Iterator[None]:
-    """As if this process were a rank among others: groups can be made, and collectives do nothing."""
+    """Pretend that this process is one rank of several: groups can be made, and collectives do nothing."""
     if size == 1:
         yield
         return

@@ -1,8 +1,8 @@
-"""What converting from and to any library has in common: a rule for each of our parameters, and tensors read one at a time.
+"""The part that all conversions share: a rule for each of our parameters, and tensors read one at a time.
 
-A rule says which of their tensors one of ours is, and how it is laid out there: `Layout`, two functions that undo each other.
-They are rearrangements, so they also work on tensors of the meta device, which have a shape and no numbers: so the shape of
-everything that will be written is known before anything is read.
+A rule names their tensors that make up one of ours. Its `Layout` is two functions, each the inverse of the other. They only
+rearrange, so they also work on meta tensors, which have a shape but no data. So the shapes of all outputs are known before
+anything is read.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,12 +29,12 @@ class Layout:
 
 
 SAME = Layout(lambda c, parts: parts[0], lambda c, x: (x,))
-Rule = tuple[Layout, tuple[str, ...]]                # how, and their names
+Rule = tuple[Layout, tuple[str, ...]]                # layout, and their names
 Table = dict[str, Rule]                              # our name -> its rule; * is the number of the block
 
 
 def both(ours: str, layout: Layout, *theirs: str, bias: Layout | None = None) -> Table:
-    """The lines of a linear's weight and bias, which have the same layout unless `bias` is another."""
+    """The table lines of a linear's weight and bias, which share a layout unless `bias` is another."""
     return {f"{ours}.weight": (layout, tuple(f"{name}.weight" for name in theirs)),
             f"{ours}.bias": (bias or layout, tuple(f"{name}.bias" for name in theirs))}
 
@@ -47,16 +47,16 @@ def look_up(table: Table, ours: str) -> Rule | None:
 
 
 class Source:
-    """Their weights as a mapping from our serial names to tensors, one read at a time; `CourseError` for one that is not there.
+    """Their weights as a mapping from our serial names to tensors, read one at a time; `CourseError` for a missing one.
 
-    where: what to call them in a sentence. what, says: "a gpt2 of its config.json", "its config.json says".
+    where: their path, for error messages. what, says: phrases such as "a gpt2 of its config.json", "its config.json says".
     """
 
     def __init__(self, where: Path, c: Any, tensors: Mapping[str, Tensor], rule: Callable[[str], Rule], what: str, says: str,
                  ignored: Callable[[str], bool] = lambda name: False):
         self.where, self.c, self.tensors, self.rule, self.ignored = where, c, tensors, rule, ignored
         self.what, self.says = what, says
-        self.note = ""                               # what was assumed, as nothing says it
+        self.note = ""                               # an assumption to tell the user
 
     def __getitem__(self, ours: str) -> Tensor:
         layout, names = self.rule(ours)
@@ -66,13 +66,13 @@ class Source:
         theirs = tuple(self.tensors[name] for name in names)
         try:
             return layout.ours(self.c, theirs)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:     # rows of no whole heads, dims that are not there
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:     # partial heads, missing dims
             shapes = ", ".join(f"{name} as {list(x.shape)}" for name, x in zip(names, theirs, strict=True))
             raise CourseError(f"{self.where} has {shapes}, of which no {ours} can be made: it is not {self.what}, or the "
                               "settings are those of another") from error
 
     def check(self, ours: Iterable[str]) -> None:
-        """Raise `CourseError` if there is a tensor that none of our names stands for."""
+        """Raise `CourseError` if a tensor matches none of our names."""
         known = {name for one in ours for name in self.rule(one)[1]}
         left = [name for name in self.tensors if name not in known and not self.ignored(name)]
         if left:
@@ -80,9 +80,9 @@ class Source:
                               "another model")
 
     def part(self, name: str, where: Placement) -> Tensor:
-        """The box of one of our parameters, or the flat range of it; `CourseError` if theirs is of another size."""
+        """The box of one of our parameters, or the flat range of it. Raises `CourseError` if theirs has another size."""
         whole, shape = self[name], torch.Size(where.global_shape)
-        turned = whole.dim() > 1 and whole.shape[-1] != shape[-1]       # as many numbers, but in another order
+        turned = whole.dim() > 1 and whole.shape[-1] != shape[-1]       # perhaps the same size, but in another order
         if whole.numel() != shape.numel() or turned:
             raise CourseError(f"{self.where} has {name} as {list(whole.shape)}, and {self.says} {list(where.global_shape)}: "
                               "give the settings of that model, or download both again")
@@ -92,9 +92,9 @@ class Source:
 
 @torch.no_grad()
 def fill(parameters: Iterable[nn.Parameter], placements: Placements, source: Source) -> None:
-    """Give parameters their values, in whatever layout they are: each rank takes its boxes.
+    """Set the values of parameters in any layout: each rank takes its boxes.
 
-    Raises `CourseError` where a tensor is missing or of another shape.
+    Raises `CourseError` if a tensor is missing or has another shape.
     """
     for parameter in parameters:
         where = placements[parameter]
@@ -102,7 +102,7 @@ def fill(parameters: Iterable[nn.Parameter], placements: Placements, source: Sou
 
 
 def entries(c: Any, rule: Callable[[str], Rule], ours: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[Entry]:
-    """What will be written for our parameters, name -> format and shape. Nothing is read: meta tensors have shapes."""
+    """The tensors to write for our parameters (name -> dtype and shape). Nothing is read: meta tensors have shapes."""
     listed = []
     for name, (dtype, shape) in ours.items():
         layout, names = rule(name)

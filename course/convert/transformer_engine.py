@@ -1,4 +1,4 @@
-"""Transformer Engine's layers: the blocks of a ViT or a GPT as `te.TransformerLayer` names and lays out its parameters, and back.
+"""Convert the blocks of a ViT or a GPT to the parameters of `te.TransformerLayer` (Transformer Engine), and back.
 
     theirs, in blocks.N.                        ours, in blocks.N.
     self_attention.layernorm_qkv.layer_norm_*   norm1.*             a norm and the linear after it are one module there
@@ -7,21 +7,21 @@
     layernorm_mlp.layer_norm_*                  norm2.*
     layernorm_mlp.fc1_*, fc2_*                  mlp.up.*, mlp.down.*        SwiGLU: gates above values in both
 
-Transformer Engine has layers, not models: what is outside of the blocks keeps our names. The rows of the fused projection have
-one of three orders; G is heads / kv_heads, the queries that share a head of keys and values:
+Transformer Engine has layers, not models: parameters outside the blocks keep our names. The rows of the fused projection have one
+of three orders. G = heads / kv_heads is the number of query heads that share a key-value head:
 
     ours            (G + 2, kv_heads, head_dim)     the first query of every group, the second ..., all keys, all values
     interleaved     (kv_heads, G + 2, head_dim)     group by group: its queries, its key, its value
     stacked         all heads of queries in order, then all keys, then all values; ours too, if G is 1
     separate        the same as three parameters, query_weight, key_weight and value_weight
 
-In its constructor these are `fuse_qkv_params=True, qkv_weight_interleaved=True`; `True, False`; and `False`, its default.
-`transformer_engine/pytorch/attention/multi_head_attention.py` of NVIDIA/TransformerEngine is where they were looked up (its
-forward pass views the projection's output as one of the first two shapes, and lets query i attend to the keys i // G). Nothing in
-the tensors tells interleaved from stacked rows, which have one shape: the header of a file that we write says it, `course.qkv`.
+In its constructor these are `fuse_qkv_params=True, qkv_weight_interleaved=True`; `True, False`; and `False`, its default. The
+source is `transformer_engine/pytorch/attention/multi_head_attention.py` of NVIDIA/TransformerEngine. (Its forward pass views the
+projection's output as one of the first two shapes, and lets query i attend to the keys i // G.) Interleaved and stacked rows have
+the same shape, so the tensors cannot tell them apart. The header of a file that we write says which it is, `course.qkv`.
 
-FP8. The delayed recipe's scales and amax histories are in `_extra_state`, a pickle, which is neither read nor written. What
-comes here is rebuilt: `course.convert.command.rebuild`.
+FP8: the delayed recipe keeps its scales and amax histories in `_extra_state`, a pickle, which we neither read nor write.
+`course.convert.command.rebuild` rebuilds them.
 """
 
 from collections.abc import Mapping
@@ -39,11 +39,11 @@ from course.models import GPTConfig, ViTConfig
 from course.utils.errors import CourseError
 
 ROWS = ("interleaved", "stacked", "separate")
-ABOUT = "course.qkv"                                 # under which the order of the rows stands in the header of a file
+ABOUT = "course.qkv"                                 # the key of a file's header for the order of the rows
 
 
 def groups(c: Any) -> tuple[int, int]:
-    """(heads of keys and values, how many query heads share one)."""
+    """(number of key-value heads, number of query heads that share one)."""
     kv_heads = getattr(c, "groups", c.heads)
     return kv_heads, c.heads // kv_heads
 
@@ -61,7 +61,7 @@ def deinterleave(c: Any, parts: Parts) -> Tensor:
 
 
 def apart(c: Any, x: Tensor) -> Parts:
-    """Queries in the order of their heads, keys, values."""
+    """Split into queries in the order of their heads, keys, values."""
     return unfuse(c, x) if isinstance(c, GPTConfig) else x.chunk(3)
 
 
@@ -71,7 +71,7 @@ def together(c: Any, parts: Parts) -> Tensor:
 
 
 def unstack(c: Any, parts: Parts) -> Tensor:
-    """Rows in their stacked order, in ours: ((G + 2) · kv_heads · d, ...)."""
+    """Stacked rows in our order: ((G + 2) · kv_heads · d, ...)."""
     kv_heads, group = groups(c)
     return together(c, parts[0].split([n * (c.dim // c.heads) for n in (kv_heads * group, kv_heads, kv_heads)]))
 
@@ -83,7 +83,7 @@ MLP = "blocks.*.layernorm_mlp"
 
 
 def fields(ours: str, theirs: str) -> Table:
-    """The lines of a weight and a bias that are parameters of one module there, theirs_weight and theirs_bias."""
+    """The table lines of a weight and a bias that are parameters of one module there, theirs_weight and theirs_bias."""
     return {f"{ours}.{leaf}": (SAME, (f"{theirs}_{leaf}",)) for leaf in ("weight", "bias")}
 
 
@@ -98,21 +98,21 @@ def table(rows: str) -> Table:
 
 
 def rule(ours: str, rows: str) -> Rule:
-    """How one of our parameters is laid out there, and their names for it."""
+    """The layout of one of our parameters there, and their names for it."""
     return look_up(table(rows), ours) or (SAME, (ours,))
 
 
 def check_model(c: Any) -> None:
-    """Raise `CourseError` for a model whose blocks are no `te.TransformerLayer`."""
+    """Raise `CourseError` for a model whose blocks are not `te.TransformerLayer`s."""
     if not isinstance(c, GPTConfig | ViTConfig):
         raise CourseError("the blocks of a DiT are no Transformer Engine layers, since the condition scales and shifts between "
                           "their norms and linears: convert a ViT or a GPT; fp8.by=te trains a DiT with its single modules")
 
 
 def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:
-    """The order of a file's rows: what its names or its header say, else what the user told, else the first of `ROWS`.
+    """The order of a file's rows: from its names or header, else what the user `told` us, else the first of `ROWS`.
 
-    Raises `CourseError` where the file says another than the user.
+    Raises `CourseError` if the file and the user disagree, or the header names an unknown order.
     """
     separate = any(name.endswith("layernorm_qkv.query_weight") for name in tensors)
     says = "separate" if separate else tensors.about().get(ABOUT, "")
@@ -125,7 +125,7 @@ def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:
     return found
 
 
-# how training scripts call, in their arguments, what no shape of a layer shows; Megatron-LM's names first
+# names of training scripts' arguments for what no shape of a layer shows; Megatron-LM's first
 NAMED = {"heads": ("num_attention_heads", "num_heads", "n_head", "heads"),
          "kv_heads": ("num_query_groups", "num_gqa_groups", "num_key_value_heads", "kv_heads"),
          "norm_eps": ("layernorm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps"),
@@ -133,7 +133,7 @@ NAMED = {"heads": ("num_attention_heads", "num_heads", "n_head", "heads"),
 
 
 def completed(like: Any, says: Mapping[str, Any]) -> Any:
-    """A model `like` this one, with what a checkpoint's own arguments say of it: the rows of its projection are by heads."""
+    """A model `like` this one, updated from a checkpoint's own arguments: the heads decide the order of the rows."""
     found: dict[str, Any] = {}
     for ours, names in NAMED.items():
         value = next((says[name] for name in names if type(says.get(name)) in (int, float)), None)
@@ -146,7 +146,7 @@ def completed(like: Any, says: Mapping[str, Any]) -> Any:
 
 
 def source(path: Path, c: Any, rows: str = "") -> Source:
-    """A state dict of such layers as a mapping from our names to tensors. c: the model that it is of. rows: as in `rows_of`."""
+    """A state dict of such layers as a mapping from our names to tensors. c: its model's configuration. rows: as in `rows_of`."""
     check_model(c)
     tensors = weight_files.Weights(path)
     order = rows_of(path, tensors, rows)
@@ -156,5 +156,5 @@ def source(path: Path, c: Any, rows: str = "") -> Source:
 
 
 def about(c: Any, rows: str) -> dict[str, str]:
-    """What stands in the header of a file: the model, and the order of the rows."""
+    """The header of a file: the model, and the order of the rows."""
     return weight_files.about(c) | {ABOUT: rows}

@@ -1,12 +1,12 @@
-"""Folders of named tensors as other libraries write them: one file, or several and an index that says what is where.
+"""Named tensors in files as other libraries write them: one file, or several and an index that says what is where.
 
     model.safetensors     or  model.safetensors.index.json    and its files
     pytorch_model.bin     or  pytorch_model.bin.index.json    and its files, read with weights only: nothing in them executes
 
-or one file of any name: .safetensors, or .pt, .pth and .bin. Of a training checkpoint of the latter kind, with several sets of
-weights, the moving average counts. What it has beside them, such as an argparse.Namespace, is what it says of its model. One
-tensor is in memory at a time: a file of PyTorch's is mapped, not read. What DistributedDataParallel, torch.compile and their like
-put before names (`module.`, `_orig_mod.`) is taken off.
+or one file of any name: .safetensors, or .pt, .pth and .bin. If a pickled training checkpoint has several sets of weights, the
+moving average counts. Its other contents, such as an argparse.Namespace, describe the model. One tensor is in memory at a time: a
+PyTorch file is mapped, not read. Prefixes that DistributedDataParallel, torch.compile and the like add to names (`module.`,
+`_orig_mod.`) are removed.
 """
 
 import argparse
@@ -29,29 +29,29 @@ from course.models import KINDS
 from course.utils.atomic_files import atomic, os_error_cure, read_text
 from course.utils.errors import CourseError
 
-MODEL = "course.model"                               # under which our model's configuration stands in the header of a file
-FILES = ("model.safetensors", "pytorch_model.bin")   # the first that is there counts
-SHARD = 4 * 2**30                                    # bytes of tensors in a file that is written
+MODEL = "course.model"                               # the key of a file's header for our model's configuration
+FILES = ("model.safetensors", "pytorch_model.bin")   # the first that exists counts
+SHARD = 4 * 2**30                                    # bytes of tensors in a written file, at most
 # where training scripts keep a model's weights in a checkpoint, the moving average first
 SETS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "model", "state_dict", "model_state_dict", "module")
-# parts of a name that wrappers add, wherever they stand: DistributedDataParallel, torch.compile, FSDP, checkpointing, Fabric
+# parts that wrappers add anywhere in a name: DistributedDataParallel, torch.compile, FSDP, checkpointing, Fabric
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-# by which a model is found whatever stands before: DiT's first layer, GPT-2's and Llama's, whole and bare, and ours
+# the first layers of DiT, GPT-2 and Llama (with and without their prefix), and ours: they show any other prefix of a model
 FIRST = ("x_embedder.proj.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight", "embed_tokens.weight",
          "embed.token.weight", "embed.proj.weight")
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a folder, or of a file, by name, read when they are asked for.
+    """The tensors of a folder, or of a file, by name, each read when asked for.
 
-    Raises `CourseError` where there is none, or a file is missing or damaged.
+    Raises `CourseError` if there are none, or a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
         self.folder, self.of_folder = path.parent if path.is_file() else path, path.is_dir()
         self.pickled: dict[str, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
         files = dict.fromkeys(self._names(path), path.name) if path.is_file() else find(path, self._names)
-        self.there = unwrapped(files, path)          # name -> that in the file
+        self.there = unwrapped(files, path)          # name -> name in the file
         self.where = {name: files[there] for name, there in self.there.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -85,15 +85,15 @@ class Weights(Mapping[str, Tensor]):
         return self.pickled[file.name][0]
 
     def says(self) -> dict[str, Any]:
-        """What stands beside the tensors, by the last part of its name: a checkpoint's arguments, the words of a safetensors
-        header, a config.json in the folder. Of what stands there twice the outermost counts."""
+        """The plain values beside the tensors, by the last part of their names: a checkpoint's arguments, a safetensors header,
+        the folder's config.json. Of equal names the outermost value counts."""
         beside = self.folder / "config.json"
         config = read_json(beside) if beside.is_file() and self.of_folder else {}
         return leaves({name: from_json(text) for name, text in self.about().items() if name != MODEL}) | leaves(config) | {
             name: value for _, says in self.pickled.values() for name, value in says.items()}
 
     def about(self) -> dict[str, str]:
-        """The words in the header of the first file, if it is a safetensors file."""
+        """The metadata in the header of the first file, if it is a safetensors file."""
         file = self.folder / next(iter(self.where.values()), "")
         if file.suffix != ".safetensors":
             return {}
@@ -103,7 +103,7 @@ class Weights(Mapping[str, Tensor]):
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file to read from; `CourseError` if it is damaged, or lacks what is wanted of it."""
+    """Open a safetensors file for reading. Raises `CourseError` if it is damaged, or lacks a tensor that is read."""
     try:
         with safe_open(file, "pt") as tensors:
             yield tensors
@@ -112,12 +112,12 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def about(c: Any) -> dict[str, str]:
-    """What stands in the header of every file that is written: `transformers` wants the first, the second is ours."""
+    """The header of every file that we write: `transformers` needs the first entry, the second is ours."""
     return {"format": "pt", MODEL: json.dumps(schema.as_plain(c))}
 
 
 def model_in(path: Path, header: Mapping[str, str]) -> Any:
-    """The model's configuration, if this library wrote the file; else None. `CourseError` for one that is none."""
+    """The model's configuration if this library wrote the file, else None. Raises `CourseError` if it is invalid."""
     if MODEL not in header:
         return None
     try:
@@ -131,9 +131,9 @@ def model_in(path: Path, header: Mapping[str, str]) -> Any:
 
 
 def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
-    """Names without what wrappers and training scripts put before them -> as they stand in the file.
+    """Names without the prefixes of wrappers and training scripts -> names in the file.
 
-    Raises `CourseError` where several models are there, which differ in that alone.
+    Raises `CourseError` if the file has several models, which differ only in these prefixes.
     """
     plain = {there: ".".join(part for part in there.split(".") if part not in WRAPPERS) for there in names}
     plain = {there: name for there, name in plain.items() if name != "n_averaged"}      # AveragedModel's counter
@@ -155,7 +155,7 @@ def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
 
 
 def leaves(found: Any) -> dict[str, Any]:
-    """The plain values in nested names and values, by the last part of their names; of several of one name the outermost's."""
+    """The plain values in nested mappings, by the last part of their names. Of equal names the outermost value counts."""
     level, values = [found], dict[str, Any]()
     while level:
         inner = []
@@ -170,15 +170,14 @@ def leaves(found: Any) -> dict[str, Any]:
 
 
 def read_pickled(file: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """The tensors of a file of PyTorch's, mapped into memory, and what else it says. Nothing in it is executed.
+    """The tensors of a PyTorch file, mapped into memory, and what else it says. Nothing in it is executed.
 
-    Of classes it may name argparse.Namespace, which training scripts keep their arguments in: it is a dict with dots, and making
-    one runs nothing.
+    The file may also name argparse.Namespace, in which training scripts keep their arguments: creating one runs nothing.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:                      # weights_only raises what the bytes suggest, RuntimeError to KeyError
+    except Exception as error:                      # weights_only raises almost anything, from RuntimeError to KeyError
         raise more_than_tensors(file, error) or damaged(file, error) from error
     if not isinstance(values, Mapping):
         raise CourseError(f"{file} holds a {type(values).__name__}, not tensors by name: save a model's state_dict there")
@@ -192,7 +191,7 @@ def read_pickled(file: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
 
 
 def from_json(text: str) -> Any:
-    """What a word of a header holds, such as a number; the text itself if it is no JSON."""
+    """The value of a header's text, such as a number; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -200,12 +199,12 @@ def from_json(text: str) -> Any:
 
 
 def has_tensors(found: Any) -> bool:
-    """Whether names and values hold tensors, perhaps further in."""
+    """Whether a mapping holds tensors, perhaps nested deeper."""
     return isinstance(found, Mapping) and any(isinstance(x, Tensor) or has_tensors(x) for x in found.values())
 
 
 def find(folder: Path, names: Any) -> dict[str, str]:
-    """The file of each tensor. names: what gives the names in a file. `CourseError` where a file is missing."""
+    """The file of each tensor. names: a function that lists the names in a file. Raises `CourseError` if a file is missing."""
     for file in FILES:
         if (folder / file).is_file():
             return dict.fromkeys(names(folder / file), file)
@@ -221,7 +220,7 @@ def find(folder: Path, names: Any) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object from a JSON file; `CourseError` if it holds none."""
+    """An object from a JSON file. Raises `CourseError` if the file holds none."""
     try:
         values = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
@@ -233,7 +232,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def damaged(file: Path, error: Exception) -> CourseError:
-    """The sentence for a file that cannot be read."""
+    """The error for a file that cannot be read."""
     if file.suffix == ".json":
         return CourseError(f"{file} has no weights: give the folder that it is in, which has them beside it")
     kind = "safetensors file" if file.suffix == ".safetensors" else "file of PyTorch's since 1.6"
@@ -242,7 +241,7 @@ def damaged(file: Path, error: Exception) -> CourseError:
 
 
 def more_than_tensors(file: Path, error: Exception) -> CourseError | None:
-    """The sentence for a whole file that would execute something when it is unpickled; none for one that is not whole."""
+    """The error for an intact file that would execute something when unpickled; None for any other failure."""
     if not isinstance(error, pickle.UnpicklingError):
         return None
     named_class = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -252,17 +251,17 @@ def more_than_tensors(file: Path, error: Exception) -> CourseError | None:
 
 
 class Entry(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor to be written."""
 
-    name: str                                        # there
+    name: str                                        # in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
-    ours: str                                        # of which of our tensors it is made
-    number: int                                      # which of those that are made of it
+    ours: str                                        # the tensor of ours that it is made from
+    number: int                                      # its index among the tensors made from that one
 
 
 def divide(entries: Iterable[Entry], shard: int = SHARD) -> dict[str, list[Entry]]:
-    """Files of up to `shard` bytes, by name as others name them: model.safetensors, or model-00001-of-00003.safetensors."""
+    """Group tensors into files of up to `shard` bytes, named as usual: model.safetensors, or model-00001-of-00003.safetensors."""
     parts: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -278,7 +277,7 @@ def divide(entries: Iterable[Entry], shard: int = SHARD) -> dict[str, list[Entry
 
 
 def write_file(file: Path, entries: list[Entry], make: Callable[[str], Sequence[Tensor]], about: Mapping[str, str]) -> None:
-    """Write a file, one tensor after another. make: the name of one of ours -> the tensors that are made of it."""
+    """Write a file, one tensor after another. make: the name of one of ours -> the tensors made from it."""
     def tensors() -> Iterator[Tensor]:
         for ours, group in groupby(entries, key=lambda entry: entry.ours):
             made = make(ours)
@@ -289,6 +288,6 @@ def write_file(file: Path, entries: list[Entry], make: Callable[[str], Sequence[
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
-    """What stands beside several files: which tensor is in which."""
+    """The index beside several files: which tensor is in which."""
     total = sum(e.dtype.itemsize * torch.Size(e.shape).numel() for part in files.values() for e in part)
     return {"metadata": {"total_size": total}, "weight_map": {e.name: file for file, part in files.items() for e in part}}

@@ -1,4 +1,4 @@
-"""Data sets, their makers, and the loaders that feed them to a rank."""
+"""Data sets: making them, opening them, and loading batches onto a rank's device."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -24,23 +24,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Latents", "Pairs", "Sequences", "data_files", "eval_loader", "has_validation", "open_data", "open_pairs",
            "to_device", "train_loader"]
-Ids = Callable[[], Iterator[list[int]]]              # begins the sample ids of one batch after another; can be pickled
+Ids = Callable[[], Iterator[list[int]]]              # starts an iterator over each batch's sample ids; picklable
 
 
 def open_data(config: "Config", split: str) -> Any:
-    """The checked data set of one split, of a model's kind: `__len__`, and `__getitems__(sample ids)`, a batch."""
+    """Open and check one split for the configured model. `__getitems__(sample ids)` of the data set returns a batch."""
     path, limit = config.data.path, {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
     if isinstance(config.model, DiTConfig):
         return Latents(path, split, config.model.latent, config.model.classes, limit)
     if isinstance(config.model, GPTConfig):
-        c = config.model                             # rows beyond `words` are padding, which no token is
+        c = config.model                             # rows beyond `words` are padding: no token has these ids
         return Sequences(path, split, c.context, c.words, limit, "model.vocab_used" if c.vocab_used else "model.vocab")
     return open_pairs(config, split)
 
 
 def has_validation(config: "Config") -> bool:
-    """Whether there is anything to watch while training: tokens and latents can be made with valid=0, and Megatron's are a pair
-    alone."""
+    """Whether the data has validation samples.
+
+    Tokens and latents can be made with valid=0, and Megatron's tools write only one .bin and .idx pair.
+    """
     if config.data.source == "mock":
         return False
     if isinstance(config.model, DiTConfig):
@@ -53,14 +55,14 @@ def has_validation(config: "Config") -> bool:
 
 
 def data_files(config: "Config", split: str = "train") -> dict[str, int]:
-    """The files of the training data, or another split's, by name under data.path, and their bytes; of random data none."""
+    """The files of a split: path relative to data.path -> size in bytes. Empty for random data (data.source=mock)."""
     path, kinds = Path(config.data.path), (".h5", ".bin", ".idx")
     found = [*path.glob(f"{split}/*"), *path.glob(f"{split}.*")] if config.data.source == "files" else []
     return {str(file.relative_to(path)): file.stat().st_size for file in sorted(found) if file.suffix in kinds}
 
 
 def open_pairs(config: "Config", split: str) -> Pairs:
-    """The checked data set of one split: `train`, `valid` or `test`."""
+    """Open and check one split of weather data: `train`, `valid` or `test`."""
     assert isinstance(config.model, ViTConfig)       # course/config/validation.py refuses the others
     limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
     return Pairs(config.data.path, split, config.model.channels, config.model.grid, config.data.lead, limit,
@@ -69,7 +71,7 @@ def open_pairs(config: "Config", split: str) -> Pairs:
 
 def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: int,
                  example: Callable[[int, torch.device, int], Batch]) -> Generator[Batch, None, None]:
-    """This rank's part of one global batch after another, on its device, without end, after `consumed` samples."""
+    """Yield this rank's slice of every global batch, on its device, without end, starting after `consumed` samples."""
     t = config.train
     if config.data.source == "mock":
         mine = order.my_slice(t.global_batch, dp.size, dp.rank)
@@ -81,30 +83,30 @@ def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: i
 
 
 def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Any) -> Generator[Batch, None, None]:
-    """This rank's part of one pass over `pairs` in order; padding has sample id -1."""
+    """Yield this rank's slice of one ordered pass over `pairs`; padding has sample id -1."""
     ids = partial(order.eval_batches, len(pairs), config.train.global_batch, dp.size, dp.rank)
-    processes = config.data.loader in ("native", "dali")         # started anew for each pass: two are enough
+    processes = config.data.loader in ("native", "dali")         # each pass starts new ones: two are enough
     workers = min(config.data.workers, 2) if processes else config.data.workers
     return to_device(load(config, pairs, ids, workers, device), device, config)
 
 
 def load(config: "Config", pairs: Any, ids: Ids, workers: int, device: torch.device) -> Generator[Batch, None, None]:
-    """The batches of `ids` from the loader that the configuration names: the same bits from each."""
+    """Yield the batches of `ids` from the configured loader. All loaders return the same bits."""
     kind, ahead = config.data.loader, config.data.ahead
     if kind == "native":
         return native.loader(pairs, ids(), workers, pin=device.type == "cuda")
-    workers = max(workers, 1)                        # the others have no way to read in the training process
+    workers = max(workers, 1)                        # only the native loader can read in the training process
     if kind == "threads":
         return threads.loader(pairs, ids(), workers, ahead, device)
-    from course.data.loaders import dali  # needs a package that not everybody has
+    from course.data.loaders import dali  # DALI is an optional dependency
 
     return (dali.numpy_loader if kind == "dali_numpy" else dali.loader)(pairs, ids, workers, ahead, device)
 
 
 def to_device(batches: Generator[Batch, None, None], device: torch.device, config: "Config") -> Generator[Batch, None, None]:
-    """Copy each batch to the device, its fields in the parameters' format; from pinned memory the host need not wait."""
+    """Copy each batch to the device and cast its fields to the parameters' dtype; asynchronous from pinned memory."""
     dtype = parameter_dtype(config.precision)
-    with closing(batches):                           # now, not when an error's traceback lets go of it
+    with closing(batches):                           # close it now: an error's traceback would keep it alive
         for batch in batches:
             yield {name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
                    for name, tensor in batch.items()}

@@ -1,7 +1,6 @@
-"""The files of a run's data, watched while it trains: whoever cuts one off, replaces or removes it would feed the model zeros.
+"""Watch a run's data files during training: a truncated, replaced or removed file would feed the model zeros.
 
-A file that only has another date (some people touch all files, lest they be purged) or lies elsewhere on the disk is the same if
-a few of its bytes are.
+A file with a new date or inode counts as unchanged if a few of its bytes match. Some users touch files to save them from purging.
 """
 
 import os
@@ -13,19 +12,19 @@ from course.utils.errors import CourseError
 if TYPE_CHECKING:
     from course.config import Config
 
-PLACES, BYTES = 4, 4096                              # how many parts of a file are compared, and of what length
+PLACES, BYTES = 4, 4096                              # how many parts of a file are compared, and their length
 
 
 class FileState(NamedTuple):
-    """A file as it is at some time."""
+    """A snapshot of a file."""
 
     size: int
-    stamp: tuple[int, int, int]                      # its device and number there, and when it was changed
-    some: tuple[bytes, ...]                          # parts of it, evenly spread
+    stamp: tuple[int, int, int]                      # device, inode, modification time in ns
+    some: tuple[bytes, ...]                          # evenly spaced parts of the content
 
 
 def file_state(file: Path) -> FileState:
-    """A file as it is now."""
+    """Take a snapshot of a file."""
     handle = os.open(file, os.O_RDONLY)
     try:
         now = os.fstat(handle)
@@ -36,12 +35,12 @@ def file_state(file: Path) -> FileState:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """What is another if a file may be another."""
+    """(device, inode, mtime): a file with the same stamp has not changed."""
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 class DataFileWatch:
-    """The data files of a configuration, those for training and for validation, as they were when this was made."""
+    """Snapshots of a configuration's training and validation files, taken when this object is created."""
 
     def __init__(self, config: "Config"):
         from course.data import data_files
@@ -51,7 +50,7 @@ class DataFileWatch:
         self.seen = {folder / name: file_state(folder / name) for name in names}
 
     def check(self) -> None:
-        """Raise `CourseError` for a file that is not what it was: what was learned since may be of zeros."""
+        """Raise `CourseError` if a file has changed: the model may have trained on zeros since."""
         for file, before in self.seen.items():
             if what := describe_change(file, before):
                 raise CourseError(f"{file} {what} since this run began, so it may have learned from zeros, and nothing of that "
@@ -59,7 +58,7 @@ class DataFileWatch:
 
 
 def describe_change(file: Path, before: FileState) -> str:
-    """How a file differs from what it was; "" if it does not, or cannot be seen for reasons that have nothing to do with it."""
+    """How a file differs from its snapshot, in words; "" if it does not, or if an unrelated error prevents the check."""
     try:
         now = file.stat()
         if now.st_size != before.size:

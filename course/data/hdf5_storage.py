@@ -1,7 +1,7 @@
-"""HDF5 files: opened on any file system, with sentences for what goes wrong.
+"""Open HDF5 files on any file system, with a clear error for each failure.
 
-HDF5 gives numbers for what is not there: zeros for what was never written, and beyond the end of a file that was cut off since it
-was opened. The latter is noticed here; numbers that nobody wrote, those who know what the numbers are (`plausibility.py`).
+HDF5 returns zeros for data that was never written, and beyond the end of a file that was truncated after it was opened.
+`check_size` detects truncation; `plausibility.py` detects values that nobody wrote.
 """
 
 import os
@@ -18,24 +18,24 @@ MAKE_AGAIN = "copy or make that file again"
 
 
 def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
-    """An HDF5 file, as `h5py.File`; where the file system keeps no locks, without one.
+    """Open an HDF5 file as `h5py.File`, without HDF5's lock where the file system does not support locks.
 
-    What the course writes, its own lock guards (`course.resilience.folder_lock`), and under a temporary name.
+    Files that the course writes have a temporary name until they are complete, and `course.resilience.folder_lock` guards them.
     """
     try:
         return h5py.File(path, mode)
     except OSError as error:
-        if os_error_number(error) not in NO_LOCKS and "file locking flag" not in str(error):  # the latter: open here without one
+        if os_error_number(error) not in NO_LOCKS and "file locking flag" not in str(error):  # text: open here unlocked
             raise
         return h5py.File(path, mode, locking=False)
 
 
 @contextmanager
 def hdf5_errors(what: str, cure: str) -> Iterator[None]:
-    """Around reading HDF5: what goes wrong is a `CourseError`: `what`, the first line of the reason, and the cure.
+    """Turn any error while reading HDF5 into a `CourseError`: `what`, the first line of the reason, and the cure.
 
-    The cure follows the reason (`os_error_cure`); `cure` is for damage. h5py has no one kind for a damaged file: OSError,
-    KeyError, RuntimeError, ValueError, TypeError and IndexError were seen.
+    `os_error_cure` chooses the cure from the reason; `cure` is the one for a damaged file. For damaged files h5py may raise
+    OSError, KeyError, RuntimeError, ValueError, TypeError or IndexError.
     """
     try:
         yield
@@ -46,12 +46,12 @@ def hdf5_errors(what: str, cure: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, short enough for one sentence."""
+    """The first line of an exception's text, at most 160 characters."""
     return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
 
 
 def check_size(dataset: h5py.Dataset) -> None:
-    """Raise `ValueError` if the file has become shorter since it was opened: HDF5 reads zeros beyond its end."""
+    """Raise `ValueError` if the file has shrunk since it was opened: HDF5 reads zeros beyond its end."""
     file = dataset.file.id
     now, before = os.fstat(file.get_vfd_handle()).st_size, file.get_filesize()
     if now < before:

@@ -1,4 +1,4 @@
-"""Which samples a step sees: a pure function of (seed, position), so that nothing but a count needs saving."""
+"""Which samples a step sees: a pure function of (seed, position), so a checkpoint only stores a sample count."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,7 +11,7 @@ from course.utils.errors import CourseError
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of the n samples in one epoch, (n,) int64."""
+    """The shuffled order of the n samples in one epoch, (n,) int64."""
     return random.permutation(random.key(seed, "epoch", epoch), n)
 
 
@@ -27,7 +27,10 @@ def samples_at(seed: int, n: int, start: int, stop: int) -> np.ndarray:
 
 
 def my_slice(size: int, ranks: int, rank: int) -> slice:
-    """The contiguous part of a global batch that data-parallel rank `rank` of `ranks` takes."""
+    """The contiguous slice of a global batch that data-parallel rank `rank` of `ranks` takes.
+
+    Raises `CourseError` if `size` is not divisible by `ranks`.
+    """
     if size % ranks:
         raise CourseError(f"train.global_batch={size} is not divisible by the {ranks} data-parallel ranks: "
                           f"use a multiple of {ranks}")
@@ -43,7 +46,7 @@ def train_batches(seed: int, n: int, global_batch: int, ranks: int, rank: int, c
 
 
 def eval_batches(n: int, global_batch: int, ranks: int, rank: int) -> Iterator[list[int]]:
-    """This rank's sample ids of each batch of one ordered pass; -1 pads the last batch."""
+    """Yield this rank's sample ids for each batch of one ordered pass; -1 pads the last batch."""
     mine = my_slice(global_batch, ranks, rank)
     padded = np.full(-(-n // global_batch) * global_batch, -1)
     padded[:n] = np.arange(n)

@@ -1,1 +1,1 @@
-"""FP8 matmuls: in PyTorch (`native`) and by Transformer Engine."""
+"""FP8 matmuls: in PyTorch (`native`) or with Transformer Engine (`transformer_engine`)."""

@@ -1,4 +1,4 @@
-"""Native FP8: a linear's three matmuls in 8 bits, everything else in bf16.
+"""Native FP8: the three matmuls of a linear layer in 8 bits, everything else in bf16.
 
 A linear y = x W' costs three matmuls: one forward and two backward.
 
@@ -6,36 +6,35 @@ A linear y = x W' costs three matmuls: one forward and two backward.
     dx = dy W       (M, N) · (N, K)        dy in E5M2, W in E4M3
     dW = dy' x      (N, M) · (M, K)        dy in E5M2, x in E4M3
 
-Hopper's tensor cores multiply FP8 twice as fast as bf16. But eight bits hold little (Micikevicius et al. 2022, "FP8
-formats for deep learning", arXiv:2209.05433):
+Hopper's tensor cores multiply FP8 twice as fast as bf16. But eight bits have little range and precision (Micikevicius et al.
+2022, "FP8 formats for deep learning", arXiv:2209.05433):
 
-    E4M3    4 bits of exponent, 3 of mantissa    largest 448        smallest 2^-9     weights and activations: fine steps
-    E5M2    5 bits of exponent, 2 of mantissa    largest 57344      smallest 2^-16    gradients: a wide range
+    E4M3    4 bits of exponent, 3 of mantissa    largest 448        smallest 2^-9     weights and activations: precision
+    E5M2    5 bits of exponent, 2 of mantissa    largest 57344      smallest 2^-16    gradients: range
 
-So a tensor is multiplied by a *scale* before the cast, such that its largest magnitude, its *amax*, lands near the largest
-number of the format; the matmul divides the scales out again. Where the scale comes from is the *recipe*:
+So a tensor is multiplied by a *scale* before the cast. The scale moves the tensor's largest magnitude, its *amax*, close to
+the largest number of the format. The matmul divides the scales out again. The *recipe* determines the scale:
 
-    current    the amax of the tensor itself: one more pass over it, before the one that casts
-    delayed    the largest amax of the last `history` steps: known before, so one pass casts, and notes the amax for the next
-               steps. What outgrows the history is cut off at the format's largest number (it saturates). The very first step,
-               which has no history, multiplies in bf16 and only notes
+    current    from the tensor's own amax: this costs one more pass over the tensor before the cast
+    delayed    from the largest amax of the last `history` steps: the scale is known in advance, so one pass casts and records
+               the amax for the next steps. Larger values saturate at the format's largest number. The first step has no
+               history: it multiplies in bf16 and only records the amax
 
-How fast this is depends on the casts. Each reads 16 or 32 bits a number to write 8, and cuBLAS takes, on Hopper, only
-operands whose rows run along the dim that is summed over: rows of A, columns of B ("TN"). Forward sums over K, dx over N, dW
-over M, so each of x, W and dy is needed in two memory orders. `quantize` writes both, and notes the amax, in one pass that
-reads the tensor once (a Triton kernel, `course/ops/fp8_cast_triton.py`); plain tensor operations would read and write it five
-times, and eat the gain.
+The casts limit the speed. Each reads 16 or 32 bits per number to write 8. On Hopper, cuBLAS only takes FP8 operands that are
+contiguous along the summed dim: rows of A, columns of B ("TN"). Forward sums over K, dx over N and dW over M, so x, W and dy
+are each needed in two memory layouts. `quantize` writes both and records the amax in one pass that reads the tensor once (a
+Triton kernel, `course/ops/fp8_cast_triton.py`). Plain tensor operations would need about five passes and lose the gain.
 
-On a CPU the same values are multiplied in float32: `quantize` gives the same bits, and the product of two FP8 numbers is exact
-in float32, so only the order and width of the sums differ. Hopper's tensor cores add with about 14 bits (DeepSeek-AI 2024,
-arXiv:2412.19437, section 3.3.2): each of K products enters a sum with an error of up to 2^-13 of the largest number that is
+On a CPU the same values are multiplied in float32. `quantize` gives the same bits, and the product of two FP8 numbers is exact
+in float32, so only the order and precision of the sums differ. Hopper's tensor cores accumulate with about 14 bits (DeepSeek-AI
+2024, arXiv:2412.19437, section 3.3.2): each of K products enters a sum with an error of up to 2^-13 of the largest number
 added there. So `torch._scaled_mm` differs from the emulation by at most
 
-    K · 2^-13 · M       M the largest product or partial sum: with use_fast_accum, as forward, of the whole sum;
-                        without, as backward, of 128 products, since these sums are then added up in float32
+    K · 2^-13 · M       M: the largest product or partial sum. With use_fast_accum (forward) it is over the whole sum;
+                        without (backward) over 128 products, since their sums are accumulated in float32
 
-which for random matrices of K up to 16384 stays below 2^-6 and 2^-8 of Σ|a·b|; `tests/gpu/test_gpu_fp8.py` measures by how much.
-As with the emulation, the result is then rounded to its format, 2^-9 relative for bf16.
+For random matrices with K up to 16384 the difference stays below 2^-6 and 2^-8 of Σ|a·b| (`tests/gpu/test_gpu_fp8.py`).
+Both results are then rounded to their dtype, 2^-9 relative for bf16.
 """
 
 from collections.abc import Iterable, Iterator
@@ -66,15 +65,15 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 LARGEST = {kind: torch.finfo(kind).max for kind in FORMATS.values()}            # 448 and 57344
 ROLES = ("input", "weight", "gradient")             # the operands of a linear, in this order
-MULTIPLE = 16                                       # what cuBLAS wants every dim of a weight to be divisible by, and M in dW
-LEAST = (8, 9)                                      # compute capability: Ada; Hopper has 9.0
+MULTIPLE = 16                                       # cuBLAS requires every dim of a weight, and M in dW, to be a multiple
+LEAST = (8, 9)                                      # minimum compute capability: Ada; Hopper has 9.0
 
 
 def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """Scale, cast and transpose in one pass: (M, K) -> (M, K) and (K, M padded to a multiple of 16 with zeros), FP8.
 
-    scale, amax: scalars in float32. `note` raises `amax` to the largest magnitude of x, where it is lower; a maximum does not
-    mind being told twice, so a forward pass that is computed again notes nothing new. `both`: without it the second is empty.
+    scale, amax: float32 scalars. note: set `amax` to the maximum of itself and the largest magnitude of x. A maximum is
+    idempotent, so a recomputed forward pass does not change it. both: if False, the second result is empty.
     """
     return torch.ops.course.quantize(x, scale, amax, kind, both, note)
 
@@ -93,7 +92,7 @@ def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, bo
 
 
 def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
-    """For torch.compile: what comes out, of no values."""
+    """The results' shapes and dtypes for torch.compile."""
     rows, columns = x.shape
     q = x.new_empty(rows, columns, dtype=kind)
     return q, x.new_empty(columns, rows + -rows % MULTIPLE, dtype=kind) if both else q.new_empty(0)
@@ -105,31 +104,30 @@ register_operator("quantize",
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude in x, of any shape: a scalar in float32; one kernel, no copy of x."""
+    """The largest magnitude in x, of any shape, as a float32 scalar: one kernel, no copy of x."""
     return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def scale_for(amax: Tensor, largest: float | Tensor, margin: int) -> Tensor:
-    """What to multiply with so that `amax`, of any shape, becomes the format's largest number, or 2^-margin of it. 1 where
-    amax is 0."""
-    top = torch.ones_like(amax) * (largest / 2**margin)                     # number / tensor would round twice
+    """The scale that maps `amax`, of any shape, to 2^-margin of the format's largest number; 1 where amax is 0."""
+    top = torch.ones_like(amax) * (largest / 2**margin)                     # scalar / tensor would round twice
     scale = (top / amax).clamp(max=2.0**100)                                # a tiny amax would give an infinite one
     return scale.where(amax > 0, 1.0)
 
 
 def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, bias: Tensor | None = None,
              fast: bool = False) -> Tensor:
-    """a @ b with the scales divided out, plus bias: (M, K), (K, N), (N,) -> (M, N) in the format `out`.
+    """a @ b with the scales divided out, plus bias: (M, K), (K, N), (N,) -> (M, N) in dtype `out`.
 
-    a has its rows in memory order, b its columns. fast: let the tensor cores add up with fewer bits.
+    a is row-major, b column-major. fast: let the tensor cores accumulate with fewer bits.
     """
     if a.is_cuda:
-        late = bias if out == torch.float32 else None                       # cuBLAS adds a bias to 16-bit results only
+        late = bias if out == torch.float32 else None                       # cuBLAS only fuses a bias for 16-bit results
         y = torch._scaled_mm(
-            a,                                      # (M, K)  row after row
-            b,                                      # (K, N)  column after column
-            scale_a=inverse_a,                      # ()      float32, what to multiply a's numbers with
-            scale_b=inverse_b,                      # ()      the same for b
+            a,                                      # (M, K)  row-major
+            b,                                      # (K, N)  column-major
+            scale_a=inverse_a,                      # ()      float32, dequantizes a
+            scale_b=inverse_b,                      # ()      float32, dequantizes b
             bias=None if out == torch.float32 or bias is None else bias.to(out),            # (N,)
             out_dtype=out,
             use_fast_accum=fast)
@@ -142,15 +140,15 @@ def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: to
 
 @dataclass(frozen=True)
 class CastSpec:
-    """What the three casts of a linear have in common."""
+    """Settings that the three casts of a linear share."""
 
     margin: int
-    gradients: torch.dtype                          # the format of dy: E5M2, or E4M3 to see what is lost
-    out: torch.dtype                                # the format of y
-    backward: bool                                  # whether there will be one, which needs the transposes
-    note: bool                                      # whether this pass is training, of which the amax counts
-    axis: Axis | None                               # current recipe: over which ranks a tensor has one scale
-    later: Later | None                             # where the weight's gradient is left; None: it is computed at once
+    gradients: torch.dtype                          # the format of dy: E5M2, or E4M3 for comparison
+    out: torch.dtype                                # the dtype of y
+    backward: bool                                  # whether a backward pass follows; it needs the transposes
+    note: bool                                      # whether this is a training pass, which records the amax
+    axis: Axis | None                               # current recipe: the ranks over which a tensor has one scale
+    later: Later | None                             # takes a deferred weight gradient; None: compute it at once
 
 
 class FP8Linear(Function):
@@ -180,11 +178,11 @@ class FP8Linear(Function):
 
 
 class ObserveGradAmax(Function):
-    """identity | identity, and a gradient's amax is noted."""
+    """Forward: identity. Backward: identity, and record the gradient's amax."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, amax: Tensor) -> Tensor:           # any shape, ()
-        ctx.amax = amax                             # not saved as a result of this pass: other passes change it meanwhile
+        ctx.amax = amax                             # not via save_for_backward: other passes change it in the meantime
         return y.view_as(y)
 
     @staticmethod
@@ -195,8 +193,8 @@ class ObserveGradAmax(Function):
 
 def cast(x: Tensor, kind: torch.dtype, spec: CastSpec, both: bool, scale: Tensor | None, inverse: Tensor | None,
          amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(x in FP8, the same transposed, the inverse of its scale): (M, K) -> (M, K), (K, M padded) as `quantize` has it, ()."""
-    if scale is None or inverse is None or amax is None:                    # current: first look, then cast
+    """Quantize x (M, K): (x in FP8, its transpose, the inverse scale) of shapes (M, K), (K, M padded) as in `quantize`, ()."""
+    if scale is None or inverse is None or amax is None:                    # current recipe
         amax = largest_over(amax_of(x), spec.axis)
         scale = scale_for(amax, LARGEST[kind], spec.margin)
         return *quantize(x, scale, amax, kind, both, False), scale.reciprocal()
@@ -204,7 +202,7 @@ def cast(x: Tensor, kind: torch.dtype, spec: CastSpec, both: bool, scale: Tensor
 
 
 def largest_over(amax: Tensor, axis: Axis | None) -> Tensor:
-    """The maximum over the ranks of an axis, in place, of any shape; without an axis there is one rank."""
+    """All-reduce the maximum over an axis in place, any shape; no communication without an axis."""
     if axis is not None and axis.size > 1:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
     return amax
@@ -213,16 +211,16 @@ def largest_over(amax: Tensor, axis: Axis | None) -> Tensor:
 class Matmul(Product):
     """A linear's product in FP8, (..., K) -> (..., N).
 
-    With the delayed recipe it has for each role a scale, its inverse and the amax of this step so far: plain tensors,
-    each of its own, at fixed addresses. `Scaling` changes them between steps.
+    With the delayed recipe it keeps, for each role, a scale, its inverse and the amax of the current step so far, as
+    separate tensors at fixed addresses. `Scaling` updates them between steps.
     """
 
     plain = False
 
     def __init__(self, name: str, settings: "FP8", device: torch.device):
         self.name, self.margin, self.gradients = name, settings.margin, FORMATS[settings.gradients]
-        self.training_pass = True                   # whether passes with gradients are noted
-        self.known = settings.recipe == "current"   # whether there are scales: delayed ones after the first step
+        self.training_pass = True                   # whether passes with gradients record the amax
+        self.known = settings.recipe == "current"   # whether scales exist: with delayed, after the first step
         self.axis: Axis | None = None
         delayed = settings.recipe == "delayed"
         self.scales = [torch.ones((), device=device) for _ in ROLES if delayed]
@@ -234,11 +232,11 @@ class Matmul(Product):
         return E4M3, E4M3, self.gradients
 
     def split_over(self, axis: Axis) -> None:
-        """With the current recipe a tensor has one scale over the ranks that have its pieces."""
+        """Set the axis that shards the operands: with the current recipe, its ranks share one scale per tensor."""
         self.axis = axis
 
     def check(self, weight: Tensor) -> None:
-        """Raise `CourseError` if a weight has a width, (N, K), that cuBLAS does not take."""
+        """Raise `CourseError` if a dim of a weight (N, K) is not a multiple of 16, which cuBLAS requires."""
         if any(side % MULTIPLE for side in weight.shape):
             rows, columns = weight.shape
             raise CourseError(f"precision=fp8 needs widths divisible by {MULTIPLE}, and {self.name} maps {columns} features to "
@@ -256,7 +254,7 @@ class Matmul(Product):
         return FP8Linear.apply(rows, weight, bias, spec, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
 
     def observe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product in the format around it; the amaxes are noted."""
+        """Compute the product in the surrounding dtype and record the amaxes."""
         y = super().__call__(x, weight, bias)
         if not (self.training_pass and torch.is_grad_enabled()):
             return y
@@ -266,13 +264,12 @@ class Matmul(Product):
 
 
 class Scaling:
-    """The amax histories of all FP8 matmuls of the serial model, and the scales that follow from them.
+    """The amax histories of all FP8 matmuls of the serial model, and the scales derived from them.
 
-    Every rank has the histories of all matmuls, also of those that other pipeline stages compute, and of a matmul that tp cuts
-    each rank has one that stands for the whole. So one all-reduce of one small tensor a step makes them what a single process
-    would have: the largest over samples (dp), tokens (cp, sp), features (tp) and stages (pp). A maximum does not mind that some
-    ranks have the same tensor. Gradients here are dp x cp times those of a single process, until they are averaged; the
-    histories have the latter's.
+    Every rank keeps the histories of all matmuls, including those of other pipeline stages. For a matmul sharded by tp, every
+    rank keeps one history of the whole tensor. So one all-reduce of one small tensor per step gives the histories of a single
+    process: the maximum over samples (dp), tokens (cp, sp), features (tp) and stages (pp). Replicated tensors do not change a
+    maximum. Before they are averaged, gradients are dp x cp times those of a single process; the histories hold the latter.
     """
 
     def __init__(self, matmuls: dict[str, Matmul], settings: "FP8", mesh: Mesh):
@@ -288,8 +285,10 @@ class Scaling:
 
     @torch.no_grad()
     def update(self, bad: Tensor) -> None:
-        """After a step: its amaxes join the histories, the scales for the next one follow. A skipped step leaves both alone, but
-        where there is no history yet: from then on there must be one, and what was finite in it is better than a scale of 1."""
+        """Add a step's amaxes to the histories and compute the next step's scales.
+
+        A skipped step (`bad`) changes only histories that are still empty: its finite amaxes are better than a scale of 1.
+        """
         if not self.delayed:
             return
         seen = largest_over(torch.stack(self.amaxes).nan_to_num(0, 0, 0), self.everyone)            # (slots,)
@@ -299,7 +298,7 @@ class Scaling:
         torch._foreach_zero_(self.amaxes)
 
     def rescale(self, names: Iterable[str]) -> None:
-        """The scales as the histories say; those of these matmuls count from now on."""
+        """Compute the scales from the histories; the named matmuls use theirs from now on."""
         for name in names:
             self.matmuls[name].known = True
         deciding = self.history.amax(1) if self.amax == "max" else self.history[:, 0]
@@ -309,7 +308,7 @@ class Scaling:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Inside the block forward passes are no training, though they have gradients: nothing is noted."""
+        """Inside the block, forward passes do not record amaxes, even with gradients enabled."""
         for matmul in self.matmuls.values():
             matmul.training_pass = False
         try:
@@ -319,27 +318,26 @@ class Scaling:
                 matmul.training_pass = True
 
     def state(self) -> dict[str, Tensor]:
-        """The histories for a checkpoint, (3, history) of each matmul: input, weight, gradient; newest first."""
+        """The histories for a checkpoint, (3, history) per matmul: input, weight, gradient; newest first."""
         count, steps = self.history.shape
-        each = self.history.view(count // len(ROLES), len(ROLES), steps)    # none with the current recipe
+        each = self.history.view(count // len(ROLES), len(ROLES), steps)    # empty with the current recipe
         return {f"{name}.amax_history": part for name, part in zip(self.matmuls, each, strict=self.delayed)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take the histories of a checkpoint, as far as they are in it and fit."""
+        """Copy the histories from a checkpoint, as far as it has them and their lengths allow."""
         mine = {name: part for name, part in self.state().items() if name in state}
         for name, part in mine.items():
             steps = min(part.shape[1], state[name].shape[1])
             part[:, :steps] = state[name][:, :steps].to(part.device)
-        if mine:                                     # one that had no FP8 then finds its scales as in a first step
+        if mine:                                     # after a checkpoint without FP8, the first step finds the scales
             self.rescale([name for name in self.matmuls if f"{name}.amax_history" in mine])
 
 
 def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
-    """Put an FP8 matmul in every `layers.Linear` of a serial model but those that `fp8.keep` names; tensor parallelism keeps it.
-    Other linears, such as PyTorch's own, have no place for one and stay as they are.
+    """Give every `layers.Linear` of a serial model an FP8 product, except those in `fp8.keep`; tensor parallelism keeps it.
 
-    Without precision=fp8, or with Transformer Engine's, the model stays as it is. Raises `CourseError` where the device cannot
-    multiply FP8.
+    Other linears, such as PyTorch's own, do not change. Without precision=fp8, or with Transformer Engine, the model does not
+    change. Raises `CourseError` if the device cannot multiply FP8.
     """
     matmuls: dict[str, Matmul] = {}
     if config.precision == "fp8" and config.fp8.by == "native":
@@ -356,9 +354,9 @@ def check_device(device: torch.device) -> None:
 
 
 def prepare(model: nn.Module, layout: Layout, scaling: Scaling) -> None:
-    """After the model is cut: passes by which the stages of a pipeline get to know each other are no training.
+    """Prepare a sharded model: the warm-up passes in which pipeline stages exchange shapes do not record amaxes.
 
-    Raises `CourseError` if a linear, as tp has cut it, has a width that cuBLAS does not take.
+    Raises `CourseError` if a linear, as sharded by tp, has a dim that cuBLAS does not take.
     """
     if layout.pipeline is not None:
         layout.pipeline.rehearsal = scaling.rehearsal

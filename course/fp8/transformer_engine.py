@@ -1,14 +1,14 @@
-"""Transformer Engine behind the same seam: its modules in the place of the linears that the plan names, with the same weights.
+"""FP8 with Transformer Engine: replace a model's linears, norms, MLPs and attention by its modules, with the same weights.
 
     linear alone            te.Linear
-    norm, then linear       te.LayerNormLinear          one kernel normalises, scales and casts
+    norm, then linear       te.LayerNormLinear          one kernel normalizes, scales and casts
     norm, then MLP          te.LayerNormMLP             and one applies GELU, scales and casts
-    attention               te.DotProductAttention      cuDNN's or flash; where cp cuts tokens, the course's own stays
+    attention               te.DotProductAttention      cuDNN or flash; with cp > 1 the course's own attention stays
 
-They are built after the model is cut and has its values, and take its parameters themselves, not copies: so optimizer, data
-parallelism, ZeRO-1 and checkpoints see what they always see, and both ways of training start from the same weights. Over tp
-they communicate on their own. Two things differ: te.LayerNormMLP's GELU is the tanh approximation, within 0.0005 of ours, and
-the amax histories of its delayed recipe are not in checkpoints: a resumed run starts them afresh.
+The modules are built after the model is sharded and initialized. They take its parameters, not copies. So the optimizer, data
+parallelism, ZeRO-1 and checkpoints work unchanged, and training starts from the same weights. Over tp the modules communicate
+themselves. Two things differ: te.LayerNormMLP uses the tanh approximation of GELU, within 0.0005 of ours. And the amax
+histories of its delayed recipe are not in checkpoints, so a resumed run starts with empty ones.
 """
 
 import importlib
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from course.config import FP8, Config
 
 AVAILABLE = {"delayed": "is_fp8_available", "current": "is_fp8_available", "block": "is_fp8_block_scaling_available",
-             "mxfp8": "is_mxfp8_available"}         # what says whether the GPU has it
+             "mxfp8": "is_mxfp8_available"}         # functions that say whether the GPU supports a recipe
 
 
 def convert(model: Model, config: "Config", mesh: Mesh, enabled: bool = True) -> Model:
-    """Put Transformer Engine's modules into a cut, initialised model, if the configuration asks for them.
+    """Put Transformer Engine's modules into a sharded, initialized model, if the configuration asks for them.
 
-    enabled: without it they multiply in bf16, to measure what FP8 itself gains. Raises `CourseError` where the package or the
-    hardware is missing.
+    enabled: if False, they multiply in bf16, to measure what FP8 itself gains. Raises `CourseError` if the package is missing or
+    the GPU does not support the recipe.
     """
     if config.precision != "fp8" or config.fp8.by != "te":
         return model
@@ -52,12 +52,12 @@ def convert(model: Model, config: "Config", mesh: Mesh, enabled: bool = True) ->
 
 
 def load(device: torch.device, recipe: str) -> ModuleType:
-    """Transformer Engine, if it is there and this GPU has the recipe."""
+    """Import Transformer Engine. Raises `CourseError` if it is missing or this GPU does not support the recipe."""
     if device.type != "cuda":
         raise CourseError("fp8.by=te needs a GPU: use fp8.by=native, which a CPU emulates")
     try:
         te = importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:         # OSError: a library that it needs is missing or of another version
+    except (ImportError, OSError) as error:         # OSError: a shared library is missing or has another version
         raise CourseError(f"fp8.by=te needs Transformer Engine, and importing it fails ({' '.join(str(error).split())[:160]}): "
                           "see `course doctor`, or use fp8.by=native") from error
     has, reason = getattr(te, AVAILABLE[recipe])(return_reason=True)
@@ -67,7 +67,7 @@ def load(device: torch.device, recipe: str) -> ModuleType:
 
 
 def recipe_of(settings: "FP8") -> Any:
-    """Transformer Engine's recipe: always a named one, since its default depends on the GPU."""
+    """Transformer Engine's recipe for our settings; always explicit, since its default depends on the GPU."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     kind = recipes.Format.HYBRID if settings.gradients == "e5m2" else recipes.Format.E4M3
     match settings.recipe:
@@ -77,13 +77,13 @@ def recipe_of(settings: "FP8") -> Any:
         case "current":
             return recipes.Float8CurrentScaling(fp8_format=kind)
         case "block":
-            return recipes.Float8BlockScaling()     # both are E4M3 everywhere: blocks are small enough for its range
+            return recipes.Float8BlockScaling()     # both use E4M3 everywhere: blocks are small enough for its range
         case _:
             return recipes.MXFP8BlockScaling()
 
 
 def inside(model: nn.Module, te: ModuleType, recipe: Any, enabled: bool) -> None:
-    """Let the model's forward pass run with the recipe. Around all of it: the histories move on when it is left."""
+    """Run the model's whole forward pass under te.autocast with the recipe; on exit it updates the histories."""
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -95,7 +95,7 @@ def inside(model: nn.Module, te: ModuleType, recipe: Any, enabled: bool) -> None
 
 
 def convert_linears(te: ModuleType, block: Any, wanted: Callable[[str], bool]) -> None:
-    """The four linears of a block, with the norms before them where these have weights of their own."""
+    """Replace the four linears of a block, fused with the norms before them where these have weights."""
     norms = [norm if norm.weight is not None else None for norm in (block.norm1, block.norm2)]
     if wanted("attn.qkv"):
         block.attn.qkv = linear(te, block.attn.qkv, norms[0])
@@ -111,15 +111,15 @@ def convert_linears(te: ModuleType, block: Any, wanted: Callable[[str], bool]) -
 
 
 def convert_attention(te: ModuleType, block: Any) -> None:
-    """The attention of a block."""
+    """Replace the attention of a block."""
     block.attn.core = Attention(te, block.attn)
 
 
 def linear(te: ModuleType, old: Linear, norm: nn.LayerNorm | None = None) -> nn.Module:
-    """te.Linear or te.LayerNormLinear with the parameters of a linear, whole or cut."""
+    """te.Linear or te.LayerNormLinear with the parameters of a linear, which tp may have sharded."""
     style, axis = old.communication.mode, old.communication.axis
     rows, columns = old.weight.shape
-    sizes = {"in_features": columns * (axis.size if style == "row" else 1),             # of all ranks together
+    sizes = {"in_features": columns * (axis.size if style == "row" else 1),             # over all ranks
              "out_features": rows * (axis.size if style == "column" else 1)}
     common = {**sizes, "bias": old.bias is not None, "device": "meta", "params_dtype": old.weight.dtype,
               "parallel_mode": style, "tp_group": axis.group, "tp_size": axis.size}
@@ -141,7 +141,7 @@ def mlp(te: ModuleType, norm: nn.LayerNorm, up: Linear, down: Linear) -> nn.Modu
 
 
 def take(made: nn.Module, **parameters: Tensor | None) -> nn.Module:
-    """Let a module, built on the meta device, use these parameters; they must fit."""
+    """Give a module that was built on the meta device these parameters; their shapes must match."""
     for name, parameter in parameters.items():
         if parameter is not None:
             assert getattr(made, name).shape == parameter.shape, f"{type(made).__name__}.{name}"
@@ -152,7 +152,7 @@ def take(made: nn.Module, **parameters: Tensor | None) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """te.DotProductAttention at the seam `attend`: 3 x (B, h, T, d) -> (B, h, T, d)."""
+    """te.DotProductAttention with the interface of `Attend`: 3 x (B, h, T, d) -> (B, h, T, d)."""
 
     seam = Attend.seam
 

@@ -1,1 +1,1 @@
-"""What trained models are for: forecasts and their scores, text, images."""
+"""Use trained models: forecasts and their scores, text, images."""

@@ -1,14 +1,14 @@
-"""From noise to samples: what a trained diffusion model or rectified flow is for.
+"""Draw samples from a trained diffusion model or rectified flow, starting at noise.
 
-A *predictor* is any function of latents (B, C, H, W) and their times (B,), 0 up to STEPS, that returns the noise in them, or
-the velocity, (B, C, H, W). A sampler starts at noise and asks it `steps` times. All random numbers are functions of the seed,
-the sample's number and the step, so a sample is the same in whatever batch it is drawn.
+A *predictor* is any function of latents (B, C, H, W) and their times (B,), 0 up to STEPS, that returns the noise in them, or the
+velocity, (B, C, H, W). A sampler starts at noise and calls it `steps` times. All random numbers are functions of the seed, the
+sample's number and the step, so a sample does not depend on its batch.
 
-`ddim`      for noise: Song, Meng and Ermon 2021 (arXiv:2010.02502), equation 12. With eta=0 nothing but the start is random,
-            with eta=1 as much noise is added at each step as in DDPM.
+`ddim`      for noise: Song, Meng and Ermon 2021 (arXiv:2010.02502), equation 12. With eta=0 only the start is random; with
+            eta=1 each step adds as much noise as in DDPM.
 `euler`     for velocity: straight steps along it. Liu, Gong and Liu 2022 (arXiv:2209.03003).
 `guided`    classifier-free guidance: Ho and Salimans 2022 (arXiv:2207.12598), with the scale of Peebles and Xie 2023
-            (arXiv:2212.09748), section 3.2: 1 is none.
+            (arXiv:2212.09748), section 3.2: 1 means none.
 """
 
 import math
@@ -33,25 +33,24 @@ START, FRESH = random.key("sampling", "start"), random.key("sampling", "fresh no
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """How to draw."""
+    """How to draw samples."""
 
-    sampler: Literal["auto", "ddim", "euler"] = "auto"      # auto: the one for what the model predicts
+    sampler: Literal["auto", "ddim", "euler"] = "auto"      # auto: the one for the model's objective
     steps: int = 50
-    guidance: float | None = None                   # 1: none; more: rather typical of the class than varied; None: `guidance_of`
-    channels: int = 0                               # guide the first so many channels alone, as the paper does with 3; 0: all
-    eta: float = 0.0                                # of ddim: how much of DDPM's noise is added at each step
+    guidance: float | None = None                   # 1: none; more: more typical of the class, less varied; None: `guidance_of`
+    channels: int = 0                               # guide only this many channels, as the paper does with 3; 0: all
+    eta: float = 0.0                                # for ddim: how much of DDPM's noise each step adds
     seed: int = 0
     batch: int = 64                                 # samples at a time; with guidance twice as many go through the model
 
 
 @torch.no_grad()
 def sample_latents(model: DiT, labels: Tensor, settings: SamplerSettings, precision: str = "fp32") -> Tensor:
-    """A sample of each label (N,), on the model's device: (N, C, H, W), float32 (float64 of a model in that).
+    """Draw a sample for each label (N,), on the model's device: (N, C, H, W), float32 (float64 for a float64 model).
 
-    A model whose weights are in 16 bits (`course/parallel/data_parallel/master_weights.py`) multiplies in 16, whatever the
-    precision.
+    A model with 16-bit weights (`course/parallel/data_parallel/master_weights.py`) multiplies in 16 bits, whatever the precision.
 
-    Raises `CourseError` for what cannot be drawn so.
+    Raises `CourseError` if the settings do not fit the model.
     """
     c, weight = model.c, next(model.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -69,7 +68,7 @@ def sample_latents(model: DiT, labels: Tensor, settings: SamplerSettings, precis
 
 
 def choose_sampler(s: SamplerSettings, c: DiTConfig) -> str:
-    """The sampler that is meant, of a DiT's configuration; refuses what does not fit it."""
+    """The sampler to use for a DiT's configuration. Raises `CourseError` if the settings do not fit it."""
     fits = "euler" if c.objective == "flow" else "ddim"
     if s.sampler not in ("auto", fits):
         raise CourseError(f"the sampler {s.sampler} does not fit a model with model.objective={c.objective}: use {fits}")
@@ -89,7 +88,7 @@ def choose_sampler(s: SamplerSettings, c: DiTConfig) -> str:
 
 
 def guidance_of(s: SamplerSettings, c: DiTConfig) -> float:
-    """As much as is asked for; if nobody says, 4, or none for a model from which the class was never hidden in training."""
+    """The guidance asked for; by default 4, or 1 (none) for a model that always saw the class in training."""
     return (4.0 if c.label_drop else 1.0) if s.guidance is None else s.guidance
 
 
@@ -101,7 +100,7 @@ def sample_noise(key: int, seed: int, step: int, ids: Tensor, shape: tuple[int, 
 
 
 def predictor(model: DiT, labels: Tensor, precision: str) -> Predictor:
-    """What a DiT, whole on this device, says of latents with these labels (B,)."""
+    """The predictor of a DiT, whole on this device, for latents with these labels (B,)."""
     matmuls = precision_of_weights(model, precision)
 
     def predict(x: Tensor, time: Tensor) -> Tensor:
@@ -130,10 +129,10 @@ def guided(model: DiT, labels: Tensor, scale: float, channels: int = 0, precisio
 
 
 def ddim(predict: Predictor, x: Tensor, steps: int, eta: float = 0.0, fresh: Noise | None = None) -> Tensor:
-    """From noise (B, C, H, W), at the last time, to samples: take the noise away, put back as much as the next time has.
+    """Go from noise (B, C, H, W), at the last time, to samples: remove the noise, put back as much as the next time has.
 
-    The times are evenly spread from STEPS - 1 to 0, and after these comes the sample itself. With eta part of what is put
-    back is `fresh`.
+    The times are evenly spread from STEPS - 1 to 0; after them comes the sample itself. With eta, part of the noise put back is
+    `fresh`.
     """
     kept = signal_variance(torch.device("cpu"))
     times = torch.linspace(STEPS - 1, 0, steps, dtype=torch.float64).round().long() if steps > 1 else torch.tensor([STEPS - 1])
@@ -149,7 +148,7 @@ def ddim(predict: Predictor, x: Tensor, steps: int, eta: float = 0.0, fresh: Noi
 
 
 def euler(predict: Predictor, x: Tensor, steps: int) -> Tensor:
-    """From noise (B, C, H, W), at time 1, along the velocity to samples, at time 0."""
+    """Go from noise (B, C, H, W), at time 1, along the velocity to samples, at time 0."""
     for number in range(steps, 0, -1):
         time = torch.full((len(x),), STEPS * number / steps, device=x.device, dtype=x.dtype)
         x = x - predict(x, time) / steps

@@ -1,4 +1,4 @@
-"""`course evaluate RUN`: how good a trained model is on years that it never saw."""
+"""`course evaluate RUN`: score a trained model on years that it never saw."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -29,13 +29,13 @@ from course.utils import plots
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-DAYS = 5                                             # how far the model is rolled forward, once at any rate
-State = Callable[[Tensor], Tensor]                   # normalised state -> normalised state one step later
+DAYS = 5                                             # how far the model is rolled forward, at least one step
+State = Callable[[Tensor], Tensor]                   # normalized state -> normalized state one step later
 
 
 @dataclass
 class Scores:
-    """RMSE in each channel's unit, (leads, C), of every method; and one forecast to look at."""
+    """RMSE of every method in each channel's unit, (leads, C), and one example forecast."""
 
     hours: list[int]
     rmse: dict[str, np.ndarray]
@@ -46,9 +46,9 @@ class Scores:
 def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool = False, average: bool = False) -> dict[str, Any]:
     """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table.
 
-    average: of the weights' moving average.
+    average: use the weights' moving average.
 
-    Raises `CourseError` for what is no run of a ViT on weather or has no checkpoint, and where no file of the split is so long.
+    Raises `CourseError` if the run is not a ViT's on weather or has no checkpoint, or if no file of the split is long enough.
     """
     settings = read_config(run)
     if not isinstance(settings.model, ViTConfig):
@@ -59,7 +59,7 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
     device = device_of(settings)
     model, step = load_model(run, settings, device, average)
-    settings = replace(settings, data=replace(settings.data, pairs="all"))              # a forecast starts at any entry
+    settings = replace(settings, data=replace(settings.data, pairs="all"))              # a forecast may start at any entry
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
     channels = layout.channel_names(pairs.years[0])
     pictured = channels.index(headline(channels))
@@ -71,7 +71,7 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
 
 
 def read_config(run: Path) -> Config:
-    """The configuration of a run; `CourseError` for a folder of anything else."""
+    """The configuration of a run. Raises `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
         what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
         raise CourseError(f"{run} {what}: give the folder of a run, such as runs/vit-demo/default, or train one first")
@@ -79,14 +79,14 @@ def read_config(run: Path) -> Config:
 
 
 def device_of(settings: Config) -> torch.device:
-    """What a run's model is looked at on: a GPU if there is one and the run did not refuse it."""
+    """The device for a run's model: a GPU if there is one and the run did not refuse it."""
     return torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
 
 
 def load_model(run: Path, settings: Config, device: torch.device, average: bool | None = False) -> tuple[Model, int]:
-    """The model of the newest good checkpoint, and the step it was written at.
+    """The model of the newest intact checkpoint, and the step at which it was written.
 
-    average: the moving average of the weights; None: if the checkpoint has one. Raises `CourseError` where there is no whole
+    average: load the moving average of the weights; None: if the checkpoint has one. Raises `CourseError` if there is no intact
     checkpoint, or no average.
     """
     found = checkpoint.newest(run / "checkpoints", print)
@@ -103,7 +103,7 @@ def load_model(run: Path, settings: Config, device: torch.device, average: bool 
 
 
 def state_to_state(model: Model, settings: Config) -> State:
-    """The model as a function of the normalised state alone, (B, C, H, W)."""
+    """The model as a function of the normalized state alone, (B, C, H, W)."""
     forward = forward_only(model, serial_layout(model), settings.precision)
     dtype = parameter_dtype(settings.precision)
 
@@ -116,7 +116,7 @@ def state_to_state(model: Model, settings: Config) -> State:
 
 
 def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
-    """Evenly spaced samples from which a forecast of so many days, or of one step, fits in the same file; all, if they are fewer.
+    """Evenly spaced samples from which `days` days of forecast, or one step, fit in the same file; all, if they are fewer.
 
     Raises `CourseError` if there is none.
     """
@@ -131,7 +131,7 @@ def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
 
 def score(methods: dict[str, State], pairs: Pairs, first: list[int], settings: Config, device: torch.device,
           pictured: int) -> Scores:
-    """Roll every method forward from each start; root of the mean over starts and, by area, over the globe."""
+    """Roll every method forward from each start; take the RMSE over the starts and, weighted by area, over the globe."""
     leads = max(1, DAYS * 24 // layout.HOURS // settings.data.lead)
     climate = layout.read_climatology(Path(settings.data.path), pairs.shape)
     average = torch.from_numpy((climate - pairs.mean) / pairs.std).to(device)
@@ -162,7 +162,7 @@ def score(methods: dict[str, State], pairs: Pairs, first: list[int], settings: C
 
 
 def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: int, split: str, animate: bool) -> dict[str, Any]:
-    """scores.json and the pictures; returns what scores.json holds."""
+    """Write scores.json and the pictures; return the content of scores.json."""
     folder, name = run / "evaluation", channels[pictured]
     unit = layout.CHANNELS.get(name, "")
     first, last = scores.hours[0], len(scores.hours) - 1
@@ -187,7 +187,7 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
 
 
 def show(run: Path, scores: Scores, channels: list[str], pictured: int, result: dict[str, Any]) -> None:
-    """The table of all channels, and the headline."""
+    """Print the table of all channels, and the headline."""
     first = scores.hours[0]
     later = [h for h in (24, 72, 120) if h in scores.hours]
     table = Table(title=f"RMSE on the {result['split']} years: the model of step {result['step']} and others", box=SIMPLE)

@@ -1,8 +1,8 @@
-"""Sampling from a language model: the next token, again and again, with keys and values of past tokens kept.
+"""Sample from a language model one token at a time, with the keys and values of past tokens cached.
 
-Each new token attends to all before it, but their keys and values do not change: they are computed once and kept, so a token
-costs one position's forward pass instead of all. The cache sits where attention is computed, at the seam `attend`, in place
-of the model's own; the model knows nothing of it. Grouped heads make it smaller: it has the few heads of keys and values.
+Each new token attends to all before it, but their keys and values do not change. They are computed once and kept, so a token
+costs one position's forward pass instead of all. The cache replaces the model's own attention at the seam `attend`; the model
+knows nothing of it. Grouped heads make it smaller: it holds only the few key-value heads.
 """
 
 import math
@@ -21,7 +21,7 @@ from course.utils.errors import CourseError
 
 
 class CachedAttend(Attend):
-    """Attention of new tokens with all so far. `most`: how many there will be."""
+    """Attention of new tokens to all so far. `most`: how many there will be at most."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -34,13 +34,13 @@ class CachedAttend(Attend):
         start, end = self.past, self.past + k.shape[2]
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         self.past = end
-        # the first call has the whole prompt, a triangle of pairs; each further one a single token, which sees everything
+        # the first call has the whole prompt, under a causal mask; each later one has a single token, which sees everything
         return attend(q, self.keys[:, :, :end], self.values[:, :, :end], start == 0)    # (B, h, T, d)
 
 
 @contextmanager
 def kv_cache(model: GPT, most: int) -> Iterator[None]:
-    """Inside the block the model's blocks remember up to `most` tokens."""
+    """Inside the block the model's blocks cache the keys and values of up to `most` tokens."""
     cores = [(module, module.core) for module in model.blocks.modules() if isinstance(module, GroupedAttention)]
     for attention, _ in cores:
         attention.core = CachedAttend(most)
@@ -54,14 +54,14 @@ def kv_cache(model: GPT, most: int) -> Iterator[None]:
 @torch.no_grad()
 def generate(model: GPT, tokens: Tensor, count: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
              cache: bool = True, last: Collection[int] = ()) -> Tensor:
-    """`count` more tokens after each prompt: (B, T) int64 -> (B, T + count), or fewer where every row has one of `last` before.
+    """Append `count` tokens to each prompt: (B, T) int64 -> (B, T + count), or fewer once every row has one of `last`.
 
-    model: a whole GPT (not a pipeline's stage, nor one that tp or cp has cut); one whose weights are in 16 bits multiplies in 16.
-    temperature: 0 takes the most probable token, below 1 prefers probable ones. top_k: draw from so many of the most probable
-    alone; 0: from all. The same seed draws the same tokens, for each row its own. cache: without it everything is computed again
-    for each token, to compare with. last: the tokens that end a text.
+    model: a whole GPT (not a pipeline stage, nor one split by tp or cp); with 16-bit weights it multiplies in 16 bits.
+    temperature: 0 takes the most probable token, below 1 prefers probable ones. top_k: draw only from this many of the most
+    probable; 0: from all. The same seed draws the same tokens, with other random numbers for each row. cache: without it every
+    token recomputes everything, for comparison. last: the tokens that end a text.
 
-    Raises `CourseError` where prompt and new tokens are more than the model's context, or the prompt has none.
+    Raises `CourseError` if prompt and new tokens exceed the model's context, or the prompt is empty.
     """
     length = tokens.shape[1]
     check(model, length, count, temperature, top_k)
@@ -70,7 +70,7 @@ def generate(model: GPT, tokens: Tensor, count: int, temperature: float = 1.0, t
     try:
         with (kv_cache(model, length + count) if cache else nullcontext(),
               autocast(precision_of_weights(model, "fp32"), tokens.device)):
-            known = 0                               # tokens that the cache has
+            known = 0                               # tokens in the cache
             for _ in range(count):
                 logits = model(as_batch(model, tokens, known))[:, -1, :model.c.words]      # (B, V), without padding
                 tokens = torch.cat([tokens, sample_token(logits, temperature, top_k, seed, tokens.shape[1])[:, None]], 1)
@@ -83,7 +83,7 @@ def generate(model: GPT, tokens: Tensor, count: int, temperature: float = 1.0, t
 
 
 def check(model: GPT, length: int, count: int, temperature: float, top_k: int) -> None:
-    """Refuse what cannot be sampled."""
+    """Raise `CourseError` if the model or the arguments do not allow sampling."""
     if model.embed is None or model.head is None:
         raise CourseError("generating needs a whole model, not a stage of a pipeline: load the checkpoint with parallel.pp=1")
     if any(isinstance(module, Linear) and module.communication.mode for module in model.modules()):
@@ -100,7 +100,7 @@ def check(model: GPT, length: int, count: int, temperature: float, top_k: int) -
 
 
 def as_batch(model: GPT, tokens: Tensor, known: int) -> dict[str, Tensor]:        # (B, T) -> values (B, T - known)
-    """The tokens from number `known` on, as the model takes them."""
+    """The tokens from number `known` on, as the model's batch."""
     samples, length = tokens.shape
     position = torch.arange(known, length, device=tokens.device).expand(samples, length - known)
     batch = {"sample": torch.arange(samples, device=tokens.device), "tokens": tokens[:, known:], "position": position}
@@ -108,18 +108,18 @@ def as_batch(model: GPT, tokens: Tensor, known: int) -> dict[str, Tensor]:      
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, seed: int, position: int) -> Tensor:
-    """A token for each row: (B, V) -> (B,). A function of seed, row and position: it needs no generator.
+    """Draw a token for each row: (B, V) -> (B,). A function of seed, row and position: it needs no generator.
 
-    The largest of logit / temperature + Gumbel noise has the probabilities of the softmax (Gumbel 1954; Maddison et al. 2014,
-    arXiv:1411.0030).
+    The index of the largest logit / temperature + Gumbel noise has the probabilities of the softmax (Gumbel 1954; Maddison et al.
+    2014, arXiv:1411.0030).
     """
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.double()                        # of a small temperature the largest stays 0, and none is infinite
+    logits = logits.double()                        # at a small temperature the largest stays 0, and none is infinite
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # (B, V)
     samples, vocab = logits.shape
     if 0 < top_k < vocab:
-        best = logits.topk(top_k)                                       # 2 x (B, top_k): just so many, also of equal ones
+        best = logits.topk(top_k)                                       # 2 x (B, top_k): exactly so many, even among equal ones
         logits = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
     row, column = torch.arange(samples, device=logits.device)[:, None], torch.arange(vocab, device=logits.device)
     key = random.fold(random.fold(random.key(seed, "generate"), torch.full_like(row, position)), row)       # (B, 1)

@@ -1,4 +1,4 @@
-"""`course generate RUN`: draw samples of a trained DiT, a row of the picture for each label."""
+"""`course generate RUN`: draw samples from a trained DiT, one row of the picture for each label."""
 
 import time
 from pathlib import Path
@@ -17,18 +17,18 @@ from course.utils import plots
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-ROWS, COLUMNS = 20, 16                               # of the picture at most
+ROWS, COLUMNS = 20, 16                               # in the picture, at most
 
 
 def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSettings, average: bool | None = None,
                vae: str = "") -> Path:
     """Draw `each` samples of each label with a run's newest checkpoint; write them to `run/samples`, return the picture's path.
 
-    labels: none means the first ten. average: with the moving average of the weights; None: if there is one. vae: decodes latents
-    to pictures (diffusers). Of many samples the picture shows some; `samples.npy` (N, C, H, W) float32 has the latents of all and
-    `labels.npy` (N,) their labels, label by label.
+    labels: empty means the first ten. average: use the moving average of the weights; None: if there is one. vae: decodes latents
+    to pictures (diffusers). If there are many samples, the picture shows some. `samples.npy` (N, C, H, W) float32 has all latents
+    and `labels.npy` (N,) their labels, label by label.
 
-    Raises `CourseError` where the run is no DiT's, a label is none of its own, or there is no checkpoint, average or decoder.
+    Raises `CourseError` if the run is not a DiT's, it lacks a label, or a checkpoint, average or decoder is missing.
     """
     config = read_config(run)
     c = config.model
@@ -37,7 +37,7 @@ def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSetting
     labels = labels or list(range(min(10, c.classes)))
     if not 0 <= min(labels) <= max(labels) < c.classes:
         raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
-    decode = Decoder(vae, *latent_scale_and_shift(config)) if vae else None        # what is missing should be said before drawing
+    decode = Decoder(vae, *latent_scale_and_shift(config)) if vae else None        # report what is missing before drawing
     model, step = load_model(run, config, device_of(config), average)
     if not isinstance(model, DiT):
         raise CourseError(f"{run} has a model of your own, {type(model).__name__}, which draws no samples: derive it from "
@@ -60,9 +60,9 @@ def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSetting
 
 
 def to_images(samples: torch.Tensor) -> torch.Tensor:
-    """Latents as pictures with values from 0 to 1, one, or three, channels first: (N, C, H, W) -> (N, 1 or 3, H, W).
+    """Latents as pictures with values from 0 to 1, channels first: (N, C, H, W) -> (N, 1 or 3, H, W).
 
-    One channel, such as the digits', is grey; of more the first three are shown as colours, which gives an idea of a picture.
+    One channel, such as the digits', is gray. Of three or more, the first three become colors, which gives an idea of a picture.
     """
     return ((samples[:, :3 if samples.shape[1] >= 3 else 1] + 1) / 2).clamp(0, 1)
 
@@ -87,7 +87,7 @@ def save_npy(path: Path, array: np.ndarray) -> None:
 
 
 def latent_scale_and_shift(config: Config) -> tuple[float | None, float | None]:
-    """(the factor, the number taken off before) with which a run's latents were packed; None where its data is gone."""
+    """(scale, shift) with which a run's latents were packed: the shift is subtracted first. (None, None) if the data is gone."""
     if config.data.source == "mock" or not (Path(config.data.path) / "latents.json").exists():
         return None, None
     made = read_summary(Path(config.data.path))
@@ -95,7 +95,7 @@ def latent_scale_and_shift(config: Config) -> tuple[float | None, float | None]:
 
 
 class Decoder:
-    """Latents to pictures, through the VAE that made them (`diffusers`): x / scale + shift. None: the VAE's own numbers."""
+    """Decode latents to pictures with the VAE that made them (`diffusers`): x / scale + shift. None: the VAE's own numbers."""
 
     def __init__(self, vae: str, scale: float | None = None, shift: float | None = None):
         self.model = load_vae(vae)
@@ -104,7 +104,7 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self, samples: torch.Tensor) -> torch.Tensor:
-        """(N, C, H, W) standardised -> (N, 3, 8·H, 8·W) from 0 to 1."""
+        """(N, C, H, W) standardized -> (N, 3, 8·H, 8·W) from 0 to 1."""
         self.model.to(samples.device)
         parts = [self.model.decode(part / self.scale + self.shift).sample for part in samples.split(16)]
         return to_images(torch.cat(parts).float())

@@ -1,4 +1,4 @@
-"""`course sample RUN --prompt "def "`: what a trained GPT writes after a prompt."""
+"""`course sample RUN --prompt "def "`: let a trained GPT continue a prompt."""
 
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -15,11 +15,11 @@ from course.utils.errors import CourseError
 
 def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, samples: int,
          say: Callable[[str], None] = print, tokenizer: Path | None = None) -> list[str]:
-    """Print `samples` continuations of the prompt by the newest checkpoint of a run, and return them.
+    """Print `samples` continuations of the prompt by a run's newest checkpoint, and return them.
 
     tokenizer: a tokenizer.json; None: the run's own, else that of its data.
 
-    Raises `CourseError` where the run is no GPT's, its tokenizer is missing, or the text is longer than the model's context.
+    Raises `CourseError` if the run is not a GPT's, its tokenizer is missing, or the text exceeds the model's context.
     """
     settings = read_config(run)
     if not isinstance(settings.model, GPTConfig):
@@ -44,17 +44,17 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
 
 
 def until_end_token(tokens: list[int], start: int, last: Container[int]) -> list[int]:
-    """The tokens up to the first of those that end a text, from number `start` on: what follows is another."""
+    """The tokens up to the first end token from index `start` on: after it another text begins."""
     return tokens[:next((at for at in range(start, len(tokens)) if tokens[at] in last), len(tokens))]
 
 
 def tokenizer_files(run: Path, settings: Config) -> list[Path]:
-    """Where the tokenizer of a run may lie, the first that is there counts: a converted run has it, else its data."""
+    """Where a run's tokenizer may be; the first that exists counts. A converted run has it, for others their data has it."""
     return [run / "tokenizer.json", Path(settings.data.path) / "tokenizer.json"]
 
 
 def find_tokenizer(run: Path, settings: Config, given: Path | None) -> Path:
-    """The file of the tokenizer that a run's tokens are of."""
+    """The tokenizer file of a run. Raises `CourseError` if there is none."""
     if given and not given.is_file():
         raise CourseError(f"there is no {given}: give a tokenizer.json with --tokenizer FILE")
     for file in [given] if given else tokenizer_files(run, settings):

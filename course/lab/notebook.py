@@ -1,4 +1,4 @@
-"""What lessons call: check an answer, show code, set a measurement beside a prediction, show recorded results."""
+"""What lessons call: check an answer, show code, compare a measurement with a prediction, show recorded results."""
 
 import base64
 import math
@@ -26,21 +26,21 @@ from course.utils.machine import cores, in_notebook
 MISSING_HINT = "write the cell of the exercise, run it, then this one"
 BROKEN_HINT = "mend that line, run the cell, then this one"
 IMPORTED_HINT = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
-_passed: set[str] = set()                            # exercises, since the kernel was started
+_passed: set[str] = set()                            # exercises that passed since the kernel started
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
 
 class CheckFailed(Exception):
-    """An answer did not pass. A notebook shows one line of it: what failed stands above."""
+    """An answer did not pass. A notebook shows one line instead of a traceback: the verdict is already above it."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{render.RED}{self}{render.PLAIN}"]
 
 
 def begin(lesson: str) -> None:
-    """Go to the course's folder, where `data` and `runs` are, and say what this lesson runs on.
+    """Change to the course's folder, where `data` and `runs` are, and print what this lesson runs on.
 
-    That is a clone, a release, or what `course lessons copy` wrote, which has no `course`.
+    The folder is a clone, a release, or the output of `course lessons copy`, which has `submit` instead of `course`.
     """
     home = next((folder for folder in [Path.cwd(), *Path.cwd().parents]
                  if (folder / "notebooks").is_dir() and ((folder / "course").is_dir() or (folder / "submit").is_dir())), None)
@@ -54,10 +54,10 @@ def begin(lesson: str) -> None:
 
 
 def check(name: str, seed: int | None = None) -> None:
-    """Check an exercise: what was last defined in this notebook is run in a process of its own and judged.
+    """Check an exercise: run the notebook's latest definitions in a separate process and show the verdict.
 
-    Inputs are drawn afresh each time; `seed` draws those of an earlier check again. Raises `CheckFailed`,
-    so that "run all" stops here and nbgrader counts it, after showing what did not hold and a hint.
+    Every check draws new inputs; pass `seed` to repeat an earlier check. If a claim fails, it shows which one and a hint,
+    then raises `CheckFailed`, so that "run all" stops here and nbgrader records a failure.
     """
     exercise = exercises.find(name)
     answer = notebook_cells.find_answer(notebook_cells.Program(written()), exercise.names, exercise.objects)
@@ -75,9 +75,9 @@ def check(name: str, seed: int | None = None) -> None:
 
 
 def answer(name: str) -> None:
-    """The course's own answer to an exercise that you have solved since this notebook was started.
+    """Show the course's answer to an exercise that has passed since the kernel started; else raise `CourseError`.
 
-    It is no secret (it stands in the library), but it teaches more after you have found one of your own.
+    The answer is no secret (it is library code), but it teaches more after you have found your own.
     """
     exercise = exercises.find(name)
     if name not in _passed:
@@ -87,7 +87,7 @@ def answer(name: str) -> None:
 
 
 def written() -> list[str]:
-    """The code of this notebook as executed so far; of the script, where a master runs as one."""
+    """The code cells executed so far in this notebook, or all code cells of a master that runs as a script."""
     executed = notebook_cells.executed_cells()
     script = getattr(sys.modules["__main__"], "__file__", None)
     if executed or not script:
@@ -99,9 +99,9 @@ def written() -> list[str]:
 
 @contextmanager
 def yours(*objects: Any) -> Iterator[None]:
-    """Inside the block the library runs with your objects in the place of its own of the same names.
+    """Inside the block, replace the library's objects with yours of the same names.
 
-    Raises `CourseError` for an object that is no exercise's.
+    Raises `CourseError` for an object that no exercise asks for.
     """
     from course.lab.sandbox.child import installed_answers
 
@@ -115,12 +115,12 @@ def yours(*objects: Any) -> Iterator[None]:
 
 
 def picture(figure: Figure, words: str) -> None:
-    """Show a figure; `words` say what it shows, for who cannot see it."""
+    """Show a figure; `words` is its alt text."""
     display({"image/png": base64.b64encode(widgets.png(figure)).decode()}, words, {"image/png": {"alt": words}})
 
 
 def show(dotted: str) -> None:
-    """The source of an object of the library, highlighted."""
+    """Show the source of a library object, with syntax highlighting in a notebook."""
     library_object = stubs.find_object(dotted)
     source = f"# {library_object.module.replace('.', '/')}.py, line {library_object.lines[0]}\n{stubs.shown_source(dotted)}"
     if not in_notebook():
@@ -133,9 +133,9 @@ def show(dotted: str) -> None:
 
 
 def beside(what: str, predicted: float, measured: float, unit: str = "", how: str = "measured") -> None:
-    """Set a number beside the prediction of it; `how` says where it comes from, such as "counted" or "recorded".
+    """Print a prediction and a measurement as bars; `how` says where the number comes from, such as "counted" or "recorded".
 
-    Both may be zero or less, which has no bar. Raises `CourseError` for what is no number, or not finite.
+    Values of zero or less get no bar. Raises `CourseError` if the prediction is no number or either one is not finite.
     """
     if not isinstance(predicted, SupportsFloat):
         raise CourseError(f"{what}: you predicted {predicted!r}: put a number there")
@@ -150,7 +150,7 @@ def beside(what: str, predicted: float, measured: float, unit: str = "", how: st
 
 
 def compare_in_words(predicted: float, measured: float) -> str:
-    """What a number is of the prediction of it, in words: two digits, no exponent."""
+    """Compare a measurement with its prediction in words: two significant digits, no exponent."""
     if math.isclose(predicted, measured):
         return "just as predicted"
     if not (predicted > 0 and measured > 0):
@@ -163,21 +163,21 @@ def compare_in_words(predicted: float, measured: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent where people do without."""
+    """Format with three significant digits, and without an exponent from 0.001 to a million."""
     if value == 0 or not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def gpu() -> bool:
-    """Whether there is a GPU to measure on. Cells that need one say so and show a recorded result where there is none."""
+    """Whether there is a GPU to measure on. Without one, cells that need it show a recorded result."""
     return torch.cuda.is_available()
 
 
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:
-    """A table of recorded results (row -> column -> value) with the hardware and the days on which they were measured."""
+    """Show recorded results as a table (row -> column -> value), with the hardware and the dates of measurement."""
     result = results(name)
-    clone = (stubs.PACKAGE.parent / "notebooks").is_dir()                 # where a notebook's folder has this one beside it
+    clone = (stubs.PACKAGE.parent / "notebooks").is_dir()                 # only there does the link below lead anywhere
     file = f"[{name}.json](../course/bench/results/{name}.json)" if clone else f"bench/results/{name}.json of the package"
     days = [result["date"], *(row["date"] for row in result.get("rows", ()) if "date" in row)]
     when = " to ".join(sorted({min(days), max(days)}))
@@ -191,7 +191,7 @@ def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This 
 
 
 def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
-    """TensorBoard inside the notebook, on this machine only, until the kernel ends; returns its address."""
+    """Open TensorBoard inside the notebook and return its address. It listens on 127.0.0.1 only and ends with the kernel."""
     if os.environ.get(BUILDING):
         print(f"(TensorBoard opens here when you run this cell: it shows the curves and pictures under {logdir})")
         return ""
@@ -209,7 +209,7 @@ def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
 
 
 def display(rich: dict[str, str], plain: str, metadata: dict[str, Any] | None = None) -> None:
-    """Show rich output in a notebook, the text elsewhere; never on stderr, which nbgrader counts as an error."""
+    """Show rich output in a notebook and plain text elsewhere, never on stderr: nbgrader counts that as an error."""
     if not in_notebook():
         print(plain)
         return

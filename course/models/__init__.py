@@ -1,7 +1,7 @@
 """Serial models, each a configuration and a module (`interface.Model`) that names its seams.
 
-A model is a line in `MODELS`. One of your own needs none here: its file calls `register`, and `COURSE_MODELS` names the file, or
-several with commas between them (`examples/side_vit.py`).
+`MODELS` lists them. Your own model needs no entry here: its file calls `register`, and `COURSE_MODELS` names the file, or several
+files separated by commas (`examples/side_vit.py`).
 """
 
 import importlib.util
@@ -30,10 +30,10 @@ KINDS: dict[str, type[FamilyConfig]] = {}                 # model.kind -> config
 
 
 def register(config: type[FamilyConfig], model: type[Model]) -> None:
-    """Let `model.kind`, by the default that the configuration gives it, say this model.
+    """Register a model under the default `kind` of its configuration, so that `model.kind` selects it.
 
-    The configuration is `ViTConfig`, `GPTConfig` or `DiTConfig`, or extends one: that says which data the model reads, and as
-    which model the planner predicts it. Raises `CourseError` if it extends none, or another model is of that kind.
+    The configuration is, or extends, `ViTConfig`, `GPTConfig` or `DiTConfig`: that determines which data the model reads, and as
+    which model the planner predicts it. Raises `CourseError` if it extends none, or if another model has that kind.
     """
     if not (isinstance(config, type) and issubclass(config, FamilyConfig)):
         raise CourseError(f"{config} has to extend ViTConfig, GPTConfig or DiTConfig, which say what data a model reads")
@@ -49,7 +49,7 @@ register(DiTConfig, DiT)
 
 
 def load_own_models(paths: str) -> None:
-    """Run files that register models. paths: with commas between them. Raises `CourseError` for one that is not there."""
+    """Run files that register models. paths: separated by commas. Raises `CourseError` if a file does not exist."""
     for path in filter(None, paths.split(",")):
         name = f"course_models_{Path(path).stem}"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -61,17 +61,17 @@ def load_own_models(paths: str) -> None:
 
 
 def kind_of(model: Any) -> str:
-    """The kind of a model's configuration, of plain values or built: a ViT if it does not say."""
+    """The kind of a model's configuration, a mapping or an object; "vit" if it has none."""
     return str(model.get("kind", "vit")) if isinstance(model, Mapping) else getattr(model, "kind", "vit")
 
 
 def family_of(config: FamilyConfig) -> str:
-    """Which of the course's own models a configuration is of, or extends: "vit", "gpt" or "dit"."""
+    """The course's own model that a configuration belongs to or extends: "vit", "gpt" or "dit"."""
     return next(kind for kind, its_class in FAMILIES.items() if isinstance(config, its_class))
 
 
 def build_model(config: FamilyConfig, seed: int = 0) -> Model:
-    """The serial model, on the meta device: shapes and names without memory, to be cut up and then initialised."""
+    """Build the serial model on the meta device: names and shapes without memory, to be cut and then initialized."""
     if type(config) not in MODELS:
         raise CourseError(f"build_model knows no {type(config).__name__}: register its model (docs/contributors.md, A model)")
     with torch.device("meta"):
@@ -81,6 +81,6 @@ def build_model(config: FamilyConfig, seed: int = 0) -> Model:
 load_own_models(os.environ.get("COURSE_MODELS", ""))
 if TYPE_CHECKING:
     ModelConfig = FamilyConfig
-else:                                               # what pydantic reads a section by
+else:                                               # the type by which pydantic reads a section
     ModelConfig = Annotated[Union[tuple(Annotated[config, Tag(kind)] for kind, config in KINDS.items())],  # noqa: UP007
                             Discriminator(kind_of)]

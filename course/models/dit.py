@@ -1,14 +1,15 @@
-"""A diffusion transformer: from a noisy latent, its time and its class, the noise in it, or the way from it to the noise.
+"""A diffusion transformer: from a noisy latent, its time and its class it predicts the noise, or the flow's velocity.
 
 Peebles and Xie 2023, "Scalable diffusion models with transformers" (arXiv:2212.09748), with adaLN-Zero blocks (section
-3.2): the norms have no weights of their own; shift, scale and the gate of each residual branch are a linear function of
-the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise, its
-schedule and what is to be predicted are in `diffusion.py`. Of the paper's model this one has no learned variance.
+3.2): the norms have no weights of their own; a linear map computes shift, scale and the gate of each residual branch from
+the condition, time plus class. That map starts at zero, so every block starts as the identity. The noise, its schedule
+and the prediction targets are in `diffusion.py`. Unlike the paper's model, this one has no learned variance.
 
-Tensor parallelism cuts the modulation's weights, a third of the model's, and gathers shifts, scales and gates, which are few.
-With sequence parallelism a rank modulates its own tokens only, and their gradients, sums over these tokens, are added up where
-they are scattered. The gradient of the condition, and so of the embeddings of time and class, is a part, too: each rank has what
-some features contribute. It is completed once a step (`Placement.partial_over`).
+Tensor parallelism cuts the modulation's weights, a third of the model's, and gathers the few shifts, scales and gates. With
+sequence parallelism a rank modulates its own tokens only. The gradients of shifts, scales and gates are then sums over these
+tokens, and the gather's backward, a reduce-scatter, adds them up over the ranks. The gradient of the condition, and so of the
+time and class embeddings, is partial, too: each rank has the contribution of some features. It is completed once per step
+(`Placement.partial_over`).
 """
 
 import math
@@ -34,27 +35,27 @@ from course.models.layers import (
 )
 from course.utils import random
 
-Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
+Pair = tuple[Tensor, Tensor]                        # passes from block to block: x (B, T, D) and the condition c (B, D)
 
 
 @dataclass(frozen=True)
 class DiTConfig(PatchShape):
-    """A diffusion transformer: latents, patches, classes, and how it is trained to predict."""
+    """A diffusion transformer: latents, patches, classes, and the training objective."""
 
-    kind: str = "dit"                               # which model: its own settings go with it
-    latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: an image of 256x256, 8 times smaller
-    patch: int = 2                                  # points on a side
-    dim: int = 1152                                 # width: numbers of a token between blocks
+    kind: str = "dit"                               # which model; it decides which settings there are
+    latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: a 256x256 image, 8 times smaller
+    patch: int = 2                                  # points per side
+    dim: int = 1152                                 # width: features per token between blocks
     depth: int = 28                                 # blocks
-    heads: int = 16                                 # of attention, which share the width
+    heads: int = 16                                 # attention heads, which share the width
     mlp_ratio: float = 4.0                          # width of the MLP over dim
-    classes: int = 1000                             # labels of images
-    label_drop: float = 0.1                         # how often the class is hidden, for classifier-free guidance
+    classes: int = 1000                             # number of image labels
+    label_drop: float = 0.1                         # probability of hiding the class, for classifier-free guidance
     objective: Literal["epsilon", "flow"] = "epsilon"       # predict the noise (the paper), or rectified flow's velocity
 
     @property
     def tokens(self) -> int:
-        """T, the patches of a latent."""
+        """T, the number of patches in a latent."""
         return self.latent[1] * self.latent[2] // self.patch**2
 
 
@@ -74,12 +75,12 @@ def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
 
 
 def grid_positions(position: Tensor, columns: int, dim: int) -> Tensor:
-    """Fixed vectors of patches: half the features embed the row, half the column (`sinusoidal_embedding`). (T,) -> (T, D)."""
+    """Fixed position vectors: half the features embed a patch's row, half its column (`sinusoidal_embedding`). (T,) -> (T, D)."""
     return torch.cat([sinusoidal_embedding(position // columns, dim // 2), sinusoidal_embedding(position % columns, dim // 2)], 1)
 
 
 class TimestepEmbedder(nn.Module):
-    """Map a time to a condition: 256 waves, then two linear maps with SiLU between them."""
+    """Embed a time: 256 sinusoids, then two linear maps with SiLU between them."""
 
     WAVES = 256
 
@@ -94,14 +95,14 @@ class TimestepEmbedder(nn.Module):
 
 
 class Embed(nn.Module):
-    """Map each patch to a token that knows its place, and time and class to the condition."""
+    """Map each patch to a token and add its position; map time and class to the condition."""
 
     def __init__(self, c: DiTConfig):
         super().__init__()
         self.columns = c.latent[2] // c.patch
         self.proj = Linear(c.latent[0] * c.patch**2, c.dim)
         self.time = TimestepEmbedder(c.dim)
-        self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last: class unknown
+        self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last row: class unknown
 
     def forward(self, batch: Batch) -> Pair:                            # -> (B, T, D), (B, D)
         x = self.proj(batch["input"])                                   # (B, T, D)
@@ -166,7 +167,7 @@ class MeanSquare(Loss):
         return (batch["sample"] >= 0).to(batch["target"].dtype)
 
 
-# what the random numbers of a sample and step are for
+# uses of random numbers for a sample in a step
 NOISE, TIME, DROP = (random.key("dit", site) for site in ("noise", "time", "label drop"))
 
 
@@ -174,7 +175,7 @@ MODULATED_PLAN = {**TENSOR_PLAN, "ada": "gathered"}
 
 
 class DiT(Model):
-    """What the objective asks for, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
+    """Predict the objective's target, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
 
     tensor_plan = MODULATED_PLAN
     token_plan = TOKEN_PLAN
@@ -187,19 +188,19 @@ class DiT(Model):
         self.loss = MeanSquare(math.prod(c.latent))
 
     def init_plan(self) -> dict[str, Rule]:
-        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.
+        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first match counts.
 
-        Zero are the gates, so that blocks start as the identity, and the head, so that the output starts at the noise's
-        mean (section 3.2).
+        The modulation starts at zero, so that blocks start as the identity, and so does the head, so that the output starts at
+        the noise's mean (section 3.2).
         """
         return {"*.bias": "zeros", "*.ada.weight": "zeros", "head.proj.weight": "zeros", "*": 0.02}
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
-        """A loader's batch, `latent` (B, C, H, W) and `label` (B,), as the model takes it.
+        """Prepare a loader's batch, `latent` (B, C, H, W) and `label` (B,), for the model.
 
-        `input`, the noised latent, and `target`, what to predict, in patches (B, T, P); `time`, `label` (B,); `position` (B, T).
-        Noise, time and dropped labels depend on the seed, the step and the sample's id alone. In evaluation the step is
-        0 and no label is dropped.
+        Returns `input`, the noised latent, and `target` in patches (B, T, P); `time`, `label` and `sample` (B,); `position`
+        (B, T). Noise, time and dropped labels depend on the seed, the step and the sample's id alone. In evaluation the step
+        is 0 and no label is dropped.
         """
         sample, clean = batch["sample"], batch["latent"]
         keys = random.sample_keys(self.seed, step if self.training else torch.zeros_like(step), sample)         # (B,)
@@ -213,14 +214,14 @@ class DiT(Model):
         return {"sample": sample, "target": to_patches(target, self.c.patch), **self.inputs(noised, time, label)}
 
     def inputs(self, noised: Tensor, time: Tensor, label: Tensor) -> Batch:
-        """What the model reads of latents (B, C, H, W), their times (B,) and labels (B,); `classes` is the unknown one."""
+        """The model's inputs from latents (B, C, H, W), their times (B,) and labels (B,); label `classes` means unknown."""
         position = torch.arange(self.c.tokens, device=noised.device).expand(len(noised), self.c.tokens)         # (B, T)
         return {"input": to_patches(noised, self.c.patch), "time": time, "label": label, "position": position}
 
     def forward(self, batch: Batch, x: Any = None) -> Any:
-        """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out.
+        """The output for a prepared batch. A pipeline stage, which lacks some parts, gets the previous one's output as `x`.
 
-        Stages without a head put out a `Pair` for their successor.
+        A stage without a head returns a `Pair` for the next stage.
         """
         x, c = self.embed(batch) if self.embed is not None else x       # (B, T, D), (B, D)
         for block in self.blocks.values():
@@ -228,11 +229,11 @@ class DiT(Model):
         return (x, c) if self.head is None else self.head(x, c)         # (B, T, P)
 
     def fields(self, output: Tensor) -> Tensor:
-        """The output laid out as latents: (B, T, P) -> (B, C, H, W)."""
+        """The output as latents: (B, T, P) -> (B, C, H, W)."""
         return to_fields(output, self.c.latent[1:], self.c.patch)
 
     def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
-        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
+        """A random batch in the shapes of a loader's: samples `first` and on, the same in every run."""
         each, sample = math.prod(self.c.latent), torch.arange(first, first + samples, device=device)
         counter = torch.arange(first * each, (first + samples) * each, device=device).view(samples, *self.c.latent)
         label = (random.uniform(random.key("example", "label"), sample) * self.c.classes).long()

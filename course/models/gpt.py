@@ -1,9 +1,9 @@
-"""A language model that predicts the next token: GPT-2 and, by configuration alone, Llama and what lies between them.
+"""A language model that predicts the next token: GPT-2 and, by configuration alone, Llama and variants in between.
 
 Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3: the decoder of Vaswani et al.
-2017 with the norms before attention and MLP, and one more after the last block. Learned positions; the output projection
-is the token embedding again (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
-2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, and fewer heads of keys and values, kv_heads.
+2017 with the norms before attention and MLP, and one more after the last block. Positions are learned; the output projection
+reuses the token embedding (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
+2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, with fewer key and value heads, kv_heads.
 """
 
 import math
@@ -38,36 +38,36 @@ from course.utils.errors import CourseError
 class GPTConfig:
     """A language model, GPT-2's architecture unless the keys say Llama's."""
 
-    kind: str = "gpt"                               # which model: its own settings go with it
+    kind: str = "gpt"                               # which model; it decides which settings there are
     vocab: int = 50304                              # GPT-2's 50257 tokens, padded to a multiple of 128
-    vocab_used: int = 0                             # the first so many are tokens, the rest is padding; 0: all
+    vocab_used: int = 0                             # so many entries are tokens, the others padding; 0: all are tokens
     context: int = 1024                             # the most tokens that the model looks at
-    dim: int = 768                                  # width: numbers of a token between blocks
+    dim: int = 768                                  # width: features per token between blocks
     depth: int = 12                                 # blocks
-    heads: int = 12                                 # of attention, which share the width
-    kv_heads: int = 0                               # of keys and values, each for heads / kv_heads queries; 0: heads
+    heads: int = 12                                 # attention heads, which share the width
+    kv_heads: int = 0                               # key and value heads, each for heads / kv_heads query heads; 0: heads
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     mlp_width: int = 0                              # width of the MLP; 0: what mlp_ratio says
     mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"    # gelu_tanh: the approximation that GPT-2 was trained with
     norm: Literal["layer", "rms"] = "layer"         # LayerNorm, or RMSNorm, which subtracts nothing
-    norm_eps: float = 1e-5                          # what norms add to a variance
-    position: Literal["learned", "rotary"] = "learned"     # a vector for each place, or queries and keys that turn
-    rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
-    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later, by layers.RopeScaling; 1: no slower
+    norm_eps: float = 1e-5                          # added to variances in norms
+    position: Literal["learned", "rotary"] = "learned"     # a vector for each position, or rotated queries and keys
+    rope_theta: float = 10_000.0                    # rotary's slowest pair of features turns once in about 2π·theta tokens
+    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later (layers.RopeScaling); 1: no slower
     rope_factor: float = 1.0
-    rope_low: float = 1.0                           # slow: at most so many turns in rope_context tokens
-    rope_high: float = 4.0                          # fast, as without: at least so many; between them some of both
-    rope_context: int = 8192                        # tokens that the model was trained on before its context became longer
+    rope_low: float = 1.0                           # slow pairs turn at most so many times in rope_context tokens
+    rope_high: float = 4.0                          # fast, unchanged pairs turn at least so many times; the others are blended
+    rope_context: int = 8192                        # context in training, in tokens, before it was extended
     bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
-    # tokens whose logits are in memory at a time for the loss; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
-    # and as rows of a matmul enough for tensor cores
+    # tokens whose logits are in memory at a time for the loss; 0: all. With GPT-2's vocabulary, 4096 take 0.8 GB in float32,
+    # and are enough rows of a matmul for tensor cores
     loss_chunk: int = 4096
 
     @property
     def tokens(self) -> int:
-        """Of a sample, as other models call it."""
+        """T, the tokens of a sample, by the name that other models use."""
         return self.context
 
     @property
@@ -77,17 +77,17 @@ class GPTConfig:
 
     @property
     def groups(self) -> int:
-        """How many heads of keys and values there are."""
+        """The number of key and value heads."""
         return self.kv_heads or self.heads
 
     @property
     def stretch(self) -> RopeScaling | None:
-        """How rotary positions are stretched, if they are."""
+        """The stretching of rotary positions, if any."""
         return RopeScaling(self.rope_factor, self.rope_low, self.rope_high, self.rope_context) if self.rope_factor != 1 else None
 
     @property
     def words(self) -> int:
-        """How many tokens there are, padding not counted."""
+        """The number of tokens in the vocabulary, without padding."""
         return self.vocab_used or self.vocab
 
 
@@ -113,7 +113,7 @@ def norm(c: GPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """The block of `layers`, in all its kinds: pre-norm attention, then MLP, each added to its input."""
+    """A transformer block of any GPT or Llama kind: pre-norm attention, then MLP, each added to its input."""
 
     def __init__(self, c: GPTConfig, name: str):
         super().__init__()
@@ -133,21 +133,21 @@ class Block(nn.Module):
 class CrossEntropy(nn.Module):
     """-log softmax(logits)[target] of each token, in float32 or float64."""
 
-    seam = "cross_entropy"                          # where a vocabulary in pieces puts its own
+    seam = "cross_entropy"                          # a cut vocabulary puts its own loss here
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:        # (B, T, V), (B, T)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))            # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
 
     def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:   # (N, V), (N,)
-        """(the same, (N,); its gradient at once, softmax(logits) minus 1 at the target, (N, V), in new memory)."""
+        """(the losses, (N,); their gradients, softmax(logits) minus 1 at the target, (N, V), in new memory)."""
         column = target[:, None]                                        # (N, 1)
         log = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))            # (N, V)
         losses = -log.gather(-1, column).squeeze(-1)                    # (N,)
         return losses, log.exp_().scatter_add_(-1, column, torch.full_like(column, -1, dtype=log.dtype))
 
     def in_place(self, logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:      # (N, V), 2 x (N,)
-        """The same on a GPU, (N,) in float32, in one kernel: the logits become their gradients times the weights."""
+        """The losses on a GPU, (N,) in float32, in one kernel; the logits become their gradients times the weights."""
         from course.ops.cross_entropy_triton import cross_entropy_  # Triton comes with PyTorch for GPUs alone
 
         return cross_entropy_(logits, target, weights)                  # (N,)
@@ -186,7 +186,7 @@ class ChunkedLoss(Function):
 
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:            # (M, N), (M, K), (K, N)
-    """sums += a @ b, in the format of the sums, which is wider. On a GPU by the matmul itself, which then rounds nothing."""
+    """sums += a @ b, in the wider dtype of the sums. On a GPU the matmul itself adds, so the product is not rounded first."""
     if sums.is_cuda and sums.dtype != a.dtype:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     else:
@@ -202,39 +202,39 @@ def chunk_of_loss(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,
 
 
 class Chunk:
-    """`chunk_of_loss` as a part of the head, which torch.compile compiles by itself. No module: within a function of autograd's,
-    hooks that modules call (those of PyTorch's FLOP counter) find no gradient function."""
+    """`chunk_of_loss` as a part of the head that torch.compile compiles by itself. It is not a module: inside an autograd
+    function, a module's hooks (those of PyTorch's FLOP counter) find no gradient function."""
 
     def __init__(self) -> None:
         self.run: Any = chunk_of_loss
 
     def __call__(self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,      # (n, D), (V, D), 2 x (n,)
                  cross_entropy: Any) -> tuple[Tensor, Tensor]:
-        in_place = vars(type(cross_entropy)).get("in_place")            # its own, not of a class of which it changes the rest
+        in_place = vars(type(cross_entropy)).get("in_place")            # its own, none inherited by a class that changes the rest
         if in_place and x.is_cuda and x.dtype != torch.float64:
             logits = F.linear(x, weight)                                # (n, V)
             losses = in_place(cross_entropy, logits, target, weights)   # (n,)
-            return (losses * weights).sum(), logits                     # the gradients are in the logits' place
+            return (losses * weights).sum(), logits                     # the logits are now the gradients
         return self.run(x, weight, target, weights, cross_entropy)      # (), (n, V)
 
     def compile(self, **how: Any) -> None:
-        """From now on compiled."""
+        """Compile the function for all later calls."""
         self.run = torch.compile(chunk_of_loss, **how)
 
 
 # The loop over chunks stays out of the compiler (this is `torch.compiler.disable` without importing it here). The compiler would
-# write all chunks into one program, which takes longer with each, and in an order of its own: it adds the weight's gradients up
-# last, so that those of all chunks are in memory, and with them some chunks' gradients of logits. Of 16 chunks of 512 tokens,
-# 8192 logits each, forward and backward took 69 MB so and 39 MB in a loop
+# unroll all chunks into one program, which takes longer with each chunk, and reorder it. It sums the weight's gradients last, so
+# those of all chunks are in memory, together with some chunks' gradients of logits. For 16 chunks of 512 tokens with 8192 logits
+# each, forward and backward took 69 MB compiled and 39 MB in a loop
 @torch._disable_dynamo
 def chunked_loss(*given: Any) -> Tensor:
-    """`ChunkedLoss`, chunk after chunk; in evaluation its value alone."""
+    """`ChunkedLoss`, chunk after chunk; without gradients its value alone."""
     return ChunkedLoss.apply(*given) if torch.is_grad_enabled() else sum_of_chunks(*given)
 
 
 def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy, size: int,
                   chunk: Chunk) -> Tensor:                              # (N, D), (V, D), (N,), (N,)
-    """The same sum without a gradient of x or weight. That of a chunk's logits takes the softmax's memory, and is dropped."""
+    """The same sum without gradients of x and weight. A chunk's gradient of logits is dropped; it takes no extra memory."""
     low, total = matmul_dtype(x), weights.new_zeros(())
     matrix = weight.to(low)                                             # (V, D)
     for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
@@ -243,7 +243,7 @@ def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cr
 
 
 class Enter(nn.Module):
-    """What goes into the map to logits passes through here. With a vocabulary in pieces, ranks begin here to compute parts."""
+    """The input of the map to logits passes through here. With a cut vocabulary, ranks compute parts from here on."""
 
     seam = "enter"
 
@@ -277,14 +277,14 @@ class Head(nn.Module):
 
 
 def token_weights(batch: Batch) -> Tensor:
-    """1 for each token that weighs, else 0, (B, T). In float64, which counts exactly beyond float32's 2^24."""
+    """1 for each token that counts in the loss, else 0, (B, T). In float64, which is exact beyond float32's 2^24."""
     return ((batch["target"] >= 0) & (batch["sample"] >= 0)[:, None]).double()
 
 
 class NextToken(Loss):
-    """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample -1, padding.
+    """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample of -1, padding.
 
-    Takes logits, or the sum that the head has from them.
+    Takes logits, or the sum that the head has computed from them.
     """
 
     def __init__(self) -> None:
@@ -300,12 +300,12 @@ class NextToken(Loss):
         return total, weight
 
     def weight(self, batch: Batch) -> Tensor:
-        """How many tokens of each sample weigh, (B,)."""
+        """The number of tokens of each sample that count, (B,)."""
         return token_weights(batch).sum(1)
 
 
 VOCABULARY_PLAN = {**TENSOR_PLAN, "embed.token": "vocabulary", "head.proj": "vocabulary_head"}
-# what has a token as dim 1: every tensor-parallel rank looks up and predicts all of them, in its part of the vocabulary
+# tensors with tokens as dim 1: every tensor-parallel rank looks up and predicts all tokens, in its part of the vocabulary
 TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context"}
 
 
@@ -326,9 +326,9 @@ class GPT(Model):
         self.loss = NextToken()
 
     def init_plan(self) -> dict[str, Rule]:
-        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.
+        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first match counts.
 
-        Each of the 2·depth residual branches adds its variance to the last: theirs starts so small that the sum is 0.02^2
+        The variances of the 2·depth residual branches add up: their last weights start so small that the sum is 0.02^2
         (Radford et al. 2019, section 2.3).
         """
         residual = 0.02 / math.sqrt(2 * self.c.depth)
@@ -336,11 +336,11 @@ class GPT(Model):
                 "*": 0.02}
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
-        """A loader's batch, `tokens` (B, T + 1), as the model takes it: `tokens`, `target` and `position`, (B, T) each.
+        """Prepare a loader's batch, `tokens` (B, T + 1): `tokens`, `target` and `position`, (B, T) each, and `sample`, (B,).
 
-        With rotary positions also `seen`, `position` again, of the tokens that attention sees: sequence parallelism does not
-        cut these. In training with dropout also `keys`, one random key for each sample, (B,). A batch may bring its own `target`,
-        (B, T), with -1 for tokens that nobody is to learn. Raises `CourseError` if T is more than the context.
+        With rotary positions also `seen`, the `position` of the tokens that attention sees, which sequence parallelism does not
+        cut. In training with dropout also `keys`, one random key per sample, (B,). A batch may bring its own `target`, (B, T),
+        with -1 for tokens to ignore. Raises `CourseError` if T is more than the context.
         """
         sample, tokens = batch["sample"], batch["tokens"][:, :-1]
         target = batch["target"] if "target" in batch else batch["tokens"][:, 1:]
@@ -357,7 +357,7 @@ class GPT(Model):
         return ready
 
     def forward(self, batch: Batch, x: Any = None) -> Any:
-        """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
+        """The output for a prepared batch. A pipeline stage, which lacks some parts, gets the previous one's output as `x`."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
         if "seen" in batch:                                             # the same angles for all blocks: computed once
@@ -369,16 +369,16 @@ class GPT(Model):
         return x if self.head is None else self.head(x, batch)          # (B, T, V)
 
     def compiled_parts(self) -> list[Any]:
-        """As of any model, and the chunk: the head leaves the compiler between chunks."""
+        """The parts of any model, and the chunk: the head leaves the compiler between chunks."""
         return [*super().compiled_parts(), *([self.head.of_chunk] if isinstance(self.head, Head) else [])]
 
     def want_loss_alone(self, alone: bool) -> None:
-        """Then the head puts out the sum of the loss, without having all logits."""
+        """If alone, the head returns the sum of the loss and never holds all logits."""
         if isinstance(self.head, Head):
             self.head.loss_alone = alone
 
     def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
-        """A loader's batch of random tokens in the right shapes: samples `first` and on, the same in every run."""
+        """A random batch in the shapes of a loader's: samples `first` and on, the same in every run."""
         length = self.c.context + 1
         counter = torch.arange(first * length, (first + samples) * length, device=device).view(samples, length)
         tokens = (random.uniform(random.key("example", "tokens"), counter) * self.c.words).long()

@@ -1,6 +1,6 @@
-"""What layouts, the step, the planner, converters and evaluation ask of a model.
+"""The interface of a model for layouts, the training step, the planner, converters and evaluation.
 
-A base class and no `typing.Protocol`: all of them need an `nn.Module` as well, and Python's types have no "both".
+It is a base class, not a `typing.Protocol`: all of them also need an `nn.Module`, and Python has no intersection types.
 """
 
 from collections.abc import Mapping
@@ -12,30 +12,30 @@ from course.utils import random
 from course.utils.errors import CourseError
 
 Batch = dict[str, Tensor]
-Stream = Tensor | tuple[Tensor, ...]                # what flows from block to block: dim 0 is the sample
-Rule = float | str | random.Uniform                 # of first values: a standard deviation, "ones" or "zeros", or a range
+Stream = Tensor | tuple[Tensor, ...]                # passes from block to block: dim 0 is the sample
+Rule = float | str | random.Uniform                 # of initial values: a standard deviation, "ones" or "zeros", or a range
 
 
 class Loss(nn.Module):
-    """What a model learns to make small: (output, prepared batch) -> (sum over this rank's samples, their weight), scalars.
+    """The training loss: (output, prepared batch) -> (sum over this rank's samples, their weight), two scalars.
 
-    What it adds up over the tokens of a sample it passes through `layers.SumOverTokens`. Padding weighs nothing.
+    Every sum over the tokens of a sample passes through `layers.SumOverTokens`. Padding weighs nothing.
     """
 
     def weight(self, batch: Batch) -> Tensor:
-        """What each sample weighs in the mean, (B,): the step divides the sum of the global batch by the sum of these."""
+        """Each sample's weight in the mean, (B,): the step divides the global batch's loss sum by the sum of these weights."""
         raise NotImplementedError
 
 
 class Model(nn.Module):
-    """A serial model, which knows nothing of layouts: it names its parts, and what of them may be cut.
+    """A serial model, which knows nothing of layouts: it names its parts and says what may be cut.
 
-    embed, blocks, head: all parameters, in order of computation; a stage of a pipeline lacks some. Between them flows a `Stream`.
-    Embedding and head alone may share parameters. There are no buffers. An auxiliary loss flows with the stream: blocks add to a
-    tensor of it, (B,), which `loss` adds to its own.
+    embed, blocks, head: hold all parameters, in order of computation; a pipeline stage lacks some. They pass on a `Stream`. Only
+    embed and head may share parameters. There are no buffers. An auxiliary loss is part of the stream: blocks add to one of its
+    tensors, (B,), which `loss` adds to its own sum.
     tensor_plan: the end of a module's name -> how tensor parallelism cuts it (`course/parallel/tensor_parallel/linear.py`).
-    token_plan: what of a prepared batch has a token as dim 1 -> "sequence" or "context": whether both axes cut it, or cp alone.
-    float32_sums: the parameters whose gradients the model itself adds up in float32, by name.
+    token_plan: a tensor of a prepared batch with tokens as dim 1 -> "sequence", if cp and tp cut it, or "context", if cp alone.
+    float32_sums: the names of parameters whose gradients the model itself sums in float32.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {}
@@ -51,31 +51,31 @@ class Model(nn.Module):
         self.c, self.seed = c, seed                 # its configuration; the seed of its dropout and noise
 
     def init_plan(self) -> Mapping[str, Rule]:
-        """Pattern of serial names -> first values; the first pattern that fits counts."""
+        """Pattern of serial names -> initial values; the first match counts."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
-        """A loader's batch as `forward` and `loss` take it: `sample` (B,), `position` (B, T), `target`, and inputs of its own.
+        """Prepare a loader's batch for `forward` and `loss`: `sample` (B,), `position` (B, T), `target`, and the model's inputs.
 
-        What is random in it depends on the seed, the step and the sample's id alone.
+        Random values in it depend on the seed, the step and the sample's id alone.
         """
         raise NotImplementedError
 
     def forward(self, batch: Batch, x: Any = None) -> Any:
-        """The output for a prepared batch; of a stage without a head a `Stream`. x: what the stage before put out."""
+        """The output for a prepared batch; a stage without a head returns a `Stream`. x: the previous stage's output."""
         raise NotImplementedError
 
     def example(self, samples: int, device: Any, first: int = 0) -> Batch:
-        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
+        """A random batch in the shapes of a loader's: samples `first` and on, the same in every run."""
         raise NotImplementedError
 
     def fields(self, output: Tensor) -> Tensor:
-        """The output of a model of fields laid out on their grid, (B, C, H, W)."""
+        """The output as fields on their grid, (B, C, H, W). Raises `CourseError` if the model has no fields."""
         raise CourseError(f"{type(self).__name__} puts out no fields")
 
     def compiled_parts(self) -> list[Any]:
-        """What torch.compile compiles one by one, beside the blocks."""
+        """The parts that torch.compile compiles one by one, beside the blocks."""
         return [part for part in (self.embed, self.head) if part is not None]
 
     def want_loss_alone(self, alone: bool) -> None:
-        """In evaluation nobody looks at the output but the loss: a model that need not make all of it may make less."""
+        """Tell the model whether evaluation uses the output for the loss alone; it may then compute less of it."""

@@ -1,5 +1,5 @@
-"""What models share: the transformer block, patches, and the seams. It knows nothing of parallelism: heads are inferred from
-the width it meets, so the same lines run on a shard."""
+"""Layers that models share: the transformer block, patches, and the seams. They know nothing of parallelism: they infer the
+number of heads from a tensor's width, so the same code runs on a shard."""
 
 import math
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ def to_fields(x: Tensor, grid: tuple[int, int], p: int) -> Tensor:
 class Dropout(nn.Module):
     """Zero each number with probability `p`, scale the others by 1/(1-p).
 
-    Which ones is a function of the sample's key, this layer's name and the token's position, so that
-    every layout and every replay drops the same. Without keys (in evaluation) it does nothing.
+    The choice is a function of the sample's key, this layer's name, and the number's token and feature, so that
+    every layout and every replay drops the same numbers. Without keys (in evaluation) it does nothing.
     """
 
     def __init__(self, p: float, site: str):
@@ -60,12 +60,12 @@ class DropPath(Dropout):
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention, head by head: of each query with all keys, or, causal, with those up to its own.
+    """Scaled dot-product attention per head: each query sees all keys or, if causal, the keys up to its own position.
 
-    Keys and values may have fewer heads: then head i of the queries sees their head i // (h / g).
+    Keys and values may have fewer heads: then query head i uses their head i // (h / g).
     """
 
-    seam = "attend"                                 # where context parallelism puts its own
+    seam = "attend"                                 # context parallelism puts its own attention here
 
     def __init__(self, causal: bool = False):
         super().__init__()
@@ -76,10 +76,10 @@ class Attend(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map whose output features are laid out as `rows`, such as (3, heads, head_dim), where they have a layout.
+    """A linear map whose output features have the logical shape `rows`, such as (3, heads, head_dim).
 
-    How it computes is in slots that surgery fills: number formats, tensor parallelism, fused operators and schedules each have
-    one (`course/ops/linear_op.py`).
+    Surgery fills its slots: number formats, tensor parallelism, fused operators and schedules each have one
+    (`course/ops/linear_op.py`).
     """
 
     def __init__(self, inputs: int, *rows: int, bias: bool = True):
@@ -96,13 +96,13 @@ class Linear(nn.Linear):
             bias = bias.detach()
         if self.weight_gradients is not None and weight.requires_grad:
             product = product.put_off(self.weight_gradients.of(weight))
-            weight = weight.detach()                # or autograd would tell its hooks of a gradient that is not there yet
+            weight = weight.detach()                # or autograd would call its hooks before there is a gradient
             x = x if x.requires_grad else x.detach().requires_grad_()               # so that there is a backward pass
         return self.communication(product, x, weight, bias)
 
 
 def as_linear(linear: nn.Linear) -> Linear:
-    """A linear with slots: itself, or, of PyTorch's own, one with its parameters."""
+    """A linear with slots: the same object or, for one of PyTorch's, a new one with its parameters."""
     if isinstance(linear, Linear):
         return linear
     with torch.device("meta"):
@@ -142,11 +142,11 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Divide by the root of the mean square; unlike LayerNorm nothing is subtracted or added (Zhang and Sennrich 2019,
+    """Divide by the root of the mean square; unlike LayerNorm, subtract and add nothing (Zhang and Sennrich 2019,
     arXiv:1910.07467).
 
-    In the wider format of input and weight: autocast, which sees to that for LayerNorm, does not know this one, and of two
-    formats PyTorch has no fused kernel.
+    It computes in the wider dtype of input and weight. Autocast does this for LayerNorm but not for RMSNorm, and PyTorch has no
+    fused kernel for two dtypes.
     """
 
     def forward(self, x: Tensor) -> Tensor:                             # (..., D)
@@ -158,8 +158,8 @@ class GroupedAttention(nn.Module):
     """Causal self-attention in which each head of keys and values serves a group of query heads (Ainslie et al. 2023,
     arXiv:2305.13245); with a group of one, `Attention`.
 
-    The rows of `qkv.weight` are (G + 2, kv_heads, head_dim): the first query of every group, the second and so on, then all
-    keys and all values. So a part of the groups is a box. What `out` takes has the heads of a group side by side.
+    The rows of `qkv.weight` are (G + 2, kv_heads, head_dim): the first query head of every group, the second and so on, then
+    all keys and all values. So a range of groups is a box. In the input of `out`, the heads of a group are side by side.
     """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool = True):
@@ -181,13 +181,13 @@ class GroupedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary positions of a model that was trained on short texts are stretched for longer ones, Llama 3.1's way
+    """Stretch the rotary positions of a model trained on short texts for longer ones, as Llama 3.1 does
     (Grattafiori et al. 2024, arXiv:2407.21783; its numbers are in the models' config.json)."""
 
     factor: float                                   # how many times slower slow pairs turn
-    low: float                                      # slow: they turn at most so often in the old context
-    high: float                                     # fast, and left as they are: they turn at least so often
-    context: int                                    # the old one
+    low: float                                      # slow pairs turn at most so many times in the old context
+    high: float                                     # fast pairs, left as they are, turn at least so many times
+    context: int                                    # tokens of the old context
 
     def __call__(self, speed: Tensor) -> Tensor:                        # (d / 2,), radians a token -> the same
         kept = ((speed * self.context / (2 * math.pi) - self.low) / (self.high - self.low)).clamp(0, 1)
@@ -195,7 +195,7 @@ class RopeScaling:
 
 
 def rope_cos_sin(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype, stretch: RopeScaling | None = None) -> Tensor:
-    """Cosine and sine of the angles by which rotary positions turn each pair of numbers: (T,) -> (2, T, head_dim / 2).
+    """Cosine and sine of the angles by which rotary positions turn each pair of features: (T,) -> (2, T, head_dim / 2).
 
     Pair i turns by position · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section 3.4.2). Angles are computed in
     float64, so that far positions are as exact as near ones.
@@ -207,16 +207,16 @@ def rope_cos_sin(position: Tensor, head_dim: int, theta: float, dtype: torch.dty
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:                   # (B, h, T, d), (2, T, d / 2)
-    """Turn each pair of numbers, one from the first half of a head and one from the second."""
+    """Turn each pair of features, one from the first half of a head and one from the second."""
     a, b = x.chunk(2, -1)                                               # 2 x (B, h, T, d / 2)
     cos, sin = cos_sin
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
-    """Each hidden unit is a value times its gate, SiLU of another (Shazeer 2020, arXiv:2002.05202).
+    """An MLP in which each hidden unit is a value times SiLU of a gate (Shazeer 2020, arXiv:2002.05202).
 
-    The rows of `up.weight` are (2, hidden, 1), gates and values: a unit is cut as a head of one number would be.
+    The rows of `up.weight` are (2, hidden, 1), gates and values: tensor parallelism cuts a unit like a head of one number.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool):
@@ -231,7 +231,7 @@ class SwiGLU(nn.Module):
 
 # how tensor parallelism cuts a block's linears: by output features (heads, hidden units) or by input features
 TENSOR_PLAN = {"attn.qkv": "column", "attn.out": "row", "mlp.up": "column", "mlp.down": "row"}
-# what of a prepared batch of patches has a token as dim 1, and is cut where samples are cut into pieces of tokens
+# the tensors of a prepared batch of patches that have tokens as dim 1, and are cut with them
 TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
 
 
@@ -254,7 +254,7 @@ class Block(nn.Module):
 
 
 class PatchShape:
-    """What the configurations of models of patches have in common: an MLP of a ratio, and a head of keys for each of queries."""
+    """Shared by the configurations of patch models: the MLP's width as a ratio, and one key and value head per query head."""
 
     dim: int
     heads: int
@@ -267,12 +267,12 @@ class PatchShape:
 
     @property
     def groups(self) -> int:
-        """How many heads of keys and values there are: as many as of queries."""
+        """The number of key and value heads: as many as query heads."""
         return self.heads
 
 
 class SumOverTokens(nn.Module):
-    """What a loss adds up over tokens passes through here. Serially it is complete; surgery adds the other ranks' tokens."""
+    """A loss passes its sums over tokens through here. In a serial model they are complete; surgery adds other ranks' tokens."""
 
     seam = "sum_over_tokens"
 
@@ -289,5 +289,5 @@ class SampleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, P)
         squares = self.sum_over_tokens(x.square().flatten(1).sum(1))    # (B,)
-        zero = squares == 0                                             # there sqrt has no slope
+        zero = squares == 0                                             # sqrt has no slope there
         return squares.where(~zero, 1.0).sqrt().where(~zero, 0.0)       # (B,)

@@ -1,4 +1,4 @@
-"""The linear maps of a model, as numbers from its configuration: for the rules of layouts, and for predictions."""
+"""The sizes of a model's linear maps, from its configuration: for the layout rules and for predictions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from course.models.dit import TimestepEmbedder
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map k -> n of so many rows; tp cuts its output ("column"), its input ("row") or neither ("")."""
+    """A linear map k -> n; tp cuts its output ("column"), its input ("row") or neither ("")."""
 
     name: str
     k: int
     n: int
     cut: str = ""
-    rows: float = 1.0                               # rows for each token: 1, or 1 / tokens where it works on samples
+    rows: float = 1.0                               # rows per token: 1, or 1 / tokens for a map of whole samples
 
 
 def linears(m: ModelConfig) -> list[Linear]:
-    """The linears of a block, serially."""
+    """The linears of a block of the serial model."""
     D, M = m.dim, m.hidden
     gated = 2 if isinstance(m, GPTConfig) and m.mlp == "swiglu" else 1
     maps = [Linear("blocks.attn.qkv", D, D + 2 * m.groups * (D // m.heads), "column"), Linear("blocks.attn.out", D, D, "row"),
@@ -30,7 +30,7 @@ def linears(m: ModelConfig) -> list[Linear]:
 
 
 def linears_on_rank(m: ModelConfig, tp: int) -> Iterator[tuple[str, int, int]]:
-    """(name, inputs, outputs) on a rank of every linear of a model; those of a block, whose name has no number, stand for all."""
+    """(name, inputs, outputs) of every linear on a rank; one block's linears, named without its number, stand for all blocks."""
     for one in linears(m):
         yield one.name, one.k // (tp if one.cut == "row" else 1), one.n // (tp if one.cut == "column" else 1)
     if isinstance(m, GPTConfig):

@@ -1,8 +1,8 @@
 """A vision transformer that maps the state of the atmosphere to the state some hours later.
 
-Dosovitskiy et al. 2020 (arXiv:2010.11929) for the architecture; the weather set-up (patches of all
-channels in, patches of all channels out, relative L2 loss) is that of NERSC's course, "Deep Learning
-at Scale". The preset vit-reference has its model's details, too; docs/using.md lists them.
+The architecture is from Dosovitskiy et al. 2020 (arXiv:2010.11929). The weather setup (patches of all
+channels in, patches of all channels out, relative L2 loss) follows NERSC's course "Deep Learning at
+Scale". The preset vit-reference also has the details of its model; docs/using.md lists them.
 """
 
 from dataclasses import dataclass
@@ -29,26 +29,26 @@ from course.utils import random
 class ViTConfig(PatchShape):
     """A weather transformer: grid, channels, patches."""
 
-    kind: str = "vit"                               # which model: its own settings go with it
+    kind: str = "vit"                               # which model; it decides which settings there are
     grid: tuple[int, int] = (360, 720)              # latitudes, longitudes
-    channels: int = 20                              # in and out
-    patch: int = 8                                  # points on a side
-    dim: int = 384                                  # width: numbers of a token between blocks
+    channels: int = 20                              # of input and output
+    patch: int = 8                                  # grid points per side
+    dim: int = 384                                  # width: features per token between blocks
     depth: int = 12                                 # blocks
-    heads: int = 8                                  # of attention, which share the width
+    heads: int = 8                                  # attention heads, which share the width
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     dropout: float = 0.0                            # after attention and MLP
-    drop_path: float = 0.0                          # stochastic depth: this at the last block, rising from 0 linearly
+    drop_path: float = 0.0                          # stochastic depth: rises linearly from 0 to this at the last block
     residual: bool = False                          # predict the change and add the input; the reference predicts the state
-    norm_eps: float = 1e-5                          # the reference: 1e-6
-    head_bias: bool = True                          # of the last map; the reference has none
-    head_order: Literal["channel_first", "channel_last"] = "channel_first"     # of a patch's values in that map's rows: (channel,
+    norm_eps: float = 1e-5                          # added to variances in norms; the reference has 1e-6
+    head_bias: bool = True                          # bias of the last linear map; the reference has none
+    head_order: Literal["channel_first", "channel_last"] = "channel_first"     # of a patch's values in the head: (channel,
                                                     # row, column), or the reference's (row, column, channel)
-    embed_init: Literal["normal", "uniform"] = "normal"     # of the map of patches: as all others, or PyTorch's for convolutions
+    embed_init: Literal["normal", "uniform"] = "normal"     # of the patch embedding: as all others, or PyTorch's for convolutions
 
     @property
     def tokens(self) -> int:
-        """T, the patches of a field."""
+        """T, the number of patches in a field."""
         return self.grid[0] * self.grid[1] // self.patch**2
 
 
@@ -120,7 +120,7 @@ class ViT(Model):
         self.loss = RelativeL2()
 
     def init_plan(self) -> dict[str, Rule]:
-        """Pattern of serial names -> standard deviation, "ones", "zeros" or a range; the first that fits counts."""
+        """Pattern of serial names -> standard deviation, "ones", "zeros" or a range; the first match counts."""
         plan: dict[str, Rule] = {}
         if self.c.embed_init == "uniform":          # He et al. 2015 with PyTorch's a = sqrt(5), and the same for the bias
             plan["embed.proj.*"] = random.Uniform((self.c.channels * self.c.patch**2) ** -0.5)
@@ -130,9 +130,9 @@ class ViT(Model):
         return plan | {"*": 0.02}
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
-        """A loader's batch as the model takes it: `input` and `target` in patches, (B, T, P), and `position`, (B, T).
+        """Prepare a loader's batch: `input` and `target` in patches, (B, T, P), `position`, (B, T), and `sample`, (B,).
 
-        In training with dropout also `keys`, one random key for each sample, (B,).
+        In training with dropout or stochastic depth also `keys`, one random key per sample, (B,).
         """
         sample, T = batch["sample"], self.c.tokens
         ready = {"sample": sample, "position": torch.arange(T, device=sample.device).expand(len(sample), T)}
@@ -142,7 +142,7 @@ class ViT(Model):
         return ready
 
     def forward(self, batch: Batch, x: Any = None) -> Any:
-        """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
+        """The output for a prepared batch. A pipeline stage, which lacks some parts, gets the previous one's output as `x`."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
         for block in self.blocks.values():
@@ -153,11 +153,11 @@ class ViT(Model):
         return batch["input"] + x if self.c.residual else x
 
     def fields(self, output: Tensor) -> Tensor:
-        """The output laid out on the grid: (B, T, P) -> (B, C, H, W)."""
+        """The output on the grid: (B, T, P) -> (B, C, H, W)."""
         return to_fields(output, self.c.grid, self.c.patch)
 
     def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
-        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
+        """A random batch in the shapes of a loader's: samples `first` and on, the same in every run."""
         shape = (samples, self.c.channels, *self.c.grid)
         each = torch.Size(shape[1:]).numel()
         counter = torch.arange(first * each, (first + samples) * each, device=device).view(shape)

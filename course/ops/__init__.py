@@ -1,1 +1,1 @@
-"""Pure tensor functions and their Triton kernels, which know no model and no mesh."""
+"""Pure tensor functions and their Triton kernels, independent of models and meshes."""

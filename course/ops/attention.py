@@ -1,10 +1,10 @@
-"""Attention by PyTorch, and which implementation it uses: its own choice, or a named one.
+"""PyTorch's scaled dot-product attention, and the choice of its backend.
 
-    default     PyTorch's order of preference: on Hopper cuDNN's, else flash
+    default     PyTorch's order of preference: cuDNN on Hopper, else flash
     cudnn       cuDNN's fused attention, 16 bits
-    flash       FlashAttention-2 (Dao 2023, arXiv:2307.08691), 16 bits; on a CPU PyTorch's own kernel of that kind, any format
-    efficient   memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), on GPUs; in 16 bits no groups of heads
-    math        plain matmuls and a softmax: the scores are in memory, (B, h, T, T)
+    flash       FlashAttention-2 (Dao 2023, arXiv:2307.08691), 16 bits; on a CPU, PyTorch's own flash kernel, any dtype
+    efficient   memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), GPUs only; no grouped heads in 16 bits
+    math        plain matmuls and a softmax, with the scores (B, h, T, T) in memory
 """
 
 from collections.abc import Callable
@@ -22,11 +22,12 @@ SWITCHES: dict[str, Callable[[bool], None]] = {
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention: (B, h, T, d), 2 x (B, g, S, d) -> (B, h, T, d). g divides h: each head of keys and values
-    serves a group of the queries' heads. causal: query i sees keys up to i.
+    """Scaled dot-product attention: (B, h, T, d), 2 x (B, g, S, d) -> (B, h, T, d).
 
-    PyTorch's fused kernels know groups in 16 bits alone. In 32 on a GPU it would take plain matmuls, whose scores are in memory:
-    a GPT of 24 blocks took 66 GB in TF32 (results/heldout_h200.json, "1-04"). So there each query's head gets keys of its own.
+    g divides h: each key-value head serves a group of query heads. causal: query i sees keys up to i.
+
+    PyTorch's fused kernels support groups only in 16 bits. In float32 on a GPU it would use plain matmuls with the scores in
+    memory: a GPT of 24 blocks took 66 GB in TF32 (results/heldout_h200.json, "1-04"). So keys and values are repeated there.
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
@@ -35,14 +36,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor |
 
 
 def repeat_kv(x: Tensor, heads: int) -> Tensor:
-    """Each head repeated for the queries it serves: (B, g, S, d) -> (B, h, S, d)."""
+    """Repeat each head for the query heads that it serves: (B, g, S, d) -> (B, h, S, d)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def set_attention_backend(backend: str, head_dim: int, precision: str, device: torch.device) -> None:
-    """Let attention use this backend alone, or with "default" any. Process-wide, because PyTorch's switches are.
+    """Restrict attention to one backend; "default" allows all. Process-wide, because PyTorch's switches are.
 
-    `CourseError` if it does not run here with heads of this size in this precision: tried, forward and backward.
+    Tries a forward and backward pass, and raises `CourseError` if the backend does not support this head size and precision here.
     """
     for name, switch in SWITCHES.items():
         switch(backend in ("default", name))

@@ -1,4 +1,4 @@
-"""The type of what a `torch.autograd.Function` keeps between its passes."""
+"""The type of the `ctx` of a `torch.autograd.Function`."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Context(Protocol):
-    """`ctx` of forward and backward. PyTorch's stub of it has neither `saved_tensors` nor what one puts there oneself."""
+    """`ctx` of forward and backward. PyTorch's stub has neither `saved_tensors` nor custom attributes."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

@@ -1,14 +1,14 @@
-"""The kernels behind `course.models.gpt.ChunkedLoss` on a GPU: cross-entropy and its gradient, which takes the logits' place.
+"""Triton kernels behind `course.models.gpt.ChunkedLoss`: cross-entropy and its gradient, which overwrites the logits.
 
-Logits are read from memory once and their gradient is written once; all between stays on the chip. A program has one token:
-50,304 logits in 16 bits are 100 KB, and what all multiprocessors together work at fits into the cache. So the second reading,
-for the gradient, after the first, for the largest logit and the sum of exponentials, costs next to nothing. torch.compile
-writes the gradient elsewhere, which is a second chunk of logits in memory.
+Logits are read from DRAM once, and their gradient is written once. Each program handles one token: 50,304 logits in 16 bits
+are 100 KB, and the tokens of all multiprocessors fit into the L2 cache. The first pass finds the largest logit and the sum of
+exponentials. The second pass, for the gradient, reads from the cache and is almost free. torch.compile writes the gradient to
+new memory, as large as the chunk of logits.
 
-Where each rank has some columns of the logits, the ranks exchange three numbers a token between the two readings: then they
-are two kernels, and logits are read twice.
+If tp shards the logits by columns, the ranks exchange three numbers per token between the two passes. Then each pass is a
+kernel of its own, and logits are read from DRAM twice.
 
-The sum is taken as the logits come, each new maximum scaling down what there is (Milakov and Gimelshein 2018, arXiv:1805.02867).
+The sum is computed online: each new maximum rescales the sum so far (Milakov and Gimelshein 2018, arXiv:1805.02867).
 """
 
 import torch
@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, EACH, WARPS = 2048, 8, 32                    # at a time so many times 8 logits of a token, and who works on them
+BLOCK, EACH, WARPS = 2048, 8, 32                    # a step handles BLOCK x EACH logits of a token
 
 
 @triton.jit
 def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):
-    """(the largest of a token's logits, the sum of exponentials of all less the largest).
+    """(largest logit of a token, sum of exp(logit - largest)).
 
-    Of 8 neighbours the largest is found first: so 9 exponentials are computed for them where one by one it would be 16.
+    It first finds the maximum of 8 neighbors: this takes 9 exponentials for the 8 instead of 16.
     """
-    per_bit: tl.constexpr = 1.4426950408889634      # 1 / ln 2: a GPU has powers of two, of which those of e are made
-    top = tl.full((block,), -1e38, tl.float32)       # so that its multiples are numbers, too
+    per_bit: tl.constexpr = 1.4426950408889634      # 1 / ln 2: GPUs compute exp through exp2
+    top = tl.full((block,), -1e38, tl.float32)       # finite, so that its multiples are
     total = tl.zeros((block,), tl.float32)
     for start in range(0, columns, block * each):
         at = start + tl.arange(0, block)[:, None] * each + tl.arange(0, each)[None, :]
@@ -40,11 +40,11 @@ def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):
 
 @triton.jit
 def differentiate(logits, aim, by, log, columns, block: tl.constexpr):
-    """A token's logits, (columns,), become by · (exp(logit - log) - 1 at the target `aim`), where aim < 0 is not among them."""
+    """Overwrite a token's logits, (columns,), with by · (exp(logit - log) - 1 at the target `aim`); aim < 0: no target here."""
     per_bit: tl.constexpr = 1.4426950408889634
     wanted = tl.load(logits + aim, mask=aim >= 0, other=0.0).to(tl.float32)
     low = log * per_bit
-    tl.debug_barrier()                              # no thread writes before all have read the target's logit
+    tl.debug_barrier()                              # all threads read the target's logit before any writes
     for start in range(0, columns, block):
         at = start + tl.arange(0, block)
         value = tl.load(logits + at, mask=at < columns, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def differentiate(logits, aim, by, log, columns, block: tl.constexpr):
 @triton.jit
 def whole(logits, target, weights, losses, columns, block: tl.constexpr,
           each: tl.constexpr):
-    """logits (N, columns), in their place weight · (softmax - 1 at the target); losses (N,): log sum exp - logit."""
+    """Both passes: logits (N, columns) become weight · (softmax - 1 at the target); losses (N,): log sum exp - logit."""
     token = tl.program_id(0).to(tl.int64)
     logits += token * columns
     aim = tl.load(target + token)
@@ -70,7 +70,7 @@ def whole(logits, target, weights, losses, columns, block: tl.constexpr,
 @triton.jit
 def first_reading(logits, target, found, tokens, columns, block: tl.constexpr,
                   each: tl.constexpr):
-    """found (3, N): the largest of a token's logits, the sum of exponentials, and the target's logit, 0 if it is not here."""
+    """found (3, N): a token's largest logit, sum of exp(logit - largest), and target logit, 0 if it is on another rank."""
     token = tl.program_id(0).to(tl.int64)
     logits += token * columns
     aim = tl.load(target + token)
@@ -83,7 +83,7 @@ def first_reading(logits, target, found, tokens, columns, block: tl.constexpr,
 @triton.jit
 def second_reading(logits, target, weights, logs, columns, block: tl.constexpr,
                    each: tl.constexpr):
-    """logits (N, columns), in their place weight · (exp(logit - log) - 1 at the target)."""
+    """logits (N, columns) become weight · (exp(logit - log) - 1 at the target)."""
     token = tl.program_id(0).to(tl.int64)
     logits += token * columns
     differentiate(logits, tl.load(target + token), tl.load(weights + token), tl.load(logs + token), columns,
@@ -91,21 +91,25 @@ def second_reading(logits, target, weights, logs, columns, block: tl.constexpr,
 
 
 def cross_entropy_(logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """The tokens' cross-entropies in float32, (N,), of contiguous logits, (N, V), which become their gradients times the weights,
-    (N,). target: (N,), from 0 to V - 1."""
+    """Cross-entropy per token, (N,) float32, of contiguous logits (N, V), which become their gradients times `weights` (N,).
+
+    target: (N,), from 0 to V - 1.
+    """
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     whole[(len(logits),)](logits, target, weights.float(), losses, logits.shape[-1], BLOCK, EACH, num_warps=WARPS)
     return losses
 
 
 def summarize(logits: Tensor, target: Tensor) -> Tensor:
-    """(3, N) in float32, of contiguous logits, (N, V / tp): the largest, the sum of exponentials of all less the largest, the
-    target's. target: (N,), -1 where it is another rank's."""
+    """(3, N) float32 from contiguous logits (N, V / tp): the largest logit, the sum of exp(logit - largest), the target's logit.
+
+    target: (N,), -1 if it is on another rank; then the target's logit is 0.
+    """
     found = logits.new_empty(3, len(logits), dtype=torch.float32)
     first_reading[(len(logits),)](logits, target, found, len(logits), logits.shape[-1], BLOCK, EACH, num_warps=WARPS)
     return found
 
 
 def differentiate_(logits: Tensor, target: Tensor, weights: Tensor, logs: Tensor) -> None:
-    """The same logits become their gradients times the weights, (N,). logs: (N,), of all ranks' sum of exponentials, float32."""
+    """Overwrite the logits with their gradients times `weights` (N,). logs: (N,) float32, log sum exp over all ranks."""
     second_reading[(len(logits),)](logits, target, weights.float(), logs, logits.shape[-1], BLOCK, EACH, num_warps=WARPS)

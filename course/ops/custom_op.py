@@ -1,4 +1,4 @@
-"""Operators that are a formula on a CPU and a Triton kernel on a GPU."""
+"""Custom operators: plain PyTorch on a CPU, a Triton kernel on a GPU."""
 
 import importlib
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 
 def register_operator(name: str, schema: str, plain: Callable[..., Any], module: str,
                       shapes: Callable[..., Any] | None = None) -> None:
-    """Make `torch.ops.course.NAME`, an operator of PyTorch's, so that torch.compile takes it as it is.
+    """Register `torch.ops.course.NAME` as a PyTorch operator, so that torch.compile does not trace into it.
 
-    On a CPU it is `plain`, in plain operations; on a GPU the function of the same name in `course.MODULE`. `shapes`, or else
-    `plain`, tells the compiler what comes out.
+    On a CPU it calls `plain`; on a GPU, the function of the same name in `course.MODULE`. `shapes`, or else `plain`, is the fake
+    (meta) implementation, which gives the compiler the results' shapes and dtypes.
     """
     torch.library.define(f"course::{name}", schema)
     torch.library.impl(f"course::{name}", "cpu", plain)
@@ -22,11 +22,11 @@ def register_operator(name: str, schema: str, plain: Callable[..., Any], module:
 
 
 def with_kernel(name: str, plain: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """The same as `plain` in a kernel. float64, which kernels do not know, stays plain."""
+    """The GPU implementation: the kernel, or `plain` for float64, which the kernels do not support."""
     def run(*given: Any) -> Any:
         if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in given):
             return plain(*given)
-        # only now: it may import Triton, which only machines with GPUs have
+        # import late: the module may need Triton, which only machines with GPUs have
         return getattr(importlib.import_module(f"course.{module}"), name)(*given)
 
     return run

@@ -1,8 +1,8 @@
-"""Adam that follows the weights with their average, and writes their copies in 16 bits, in the same pass, with `kernels=triton`.
+"""Fused Adam for `kernels=triton`: updates the weights, their moving average and their 16-bit copies in one pass.
 
-It updates parameters as PyTorch's fused Adam does (Kingma and Ba 2014, arXiv:1412.6980) and `course.ops.ema` after it, and
-has their states, so that checkpoints of either go on with the other. Large float32 parameters on a GPU have a kernel of their
-own, `fused_adam_triton.py`; the rest, many and short, are PyTorch's, in a few kernels for all.
+The update equals PyTorch's fused Adam (Kingma and Ba 2014, arXiv:1412.6980) followed by `course.ops.ema`. The states are the
+same too, so checkpoints are interchangeable. Each large float32 parameter on a GPU gets its own launch of the Triton kernel
+(`fused_adam_triton.py`). PyTorch's fused Adam updates the many small ones in a few kernels.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
-LARGE = 2**18                                       # numbers from which on a parameter's own kernel is worth its launch
+LARGE = 2**18                                       # elements: from this size on, an own kernel launch pays off
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's fused Adam; of the parameters that are `has_own_kernel` it takes the average along. Gradients may be in 16 bits.
+    """PyTorch's fused Adam, which also updates the moving average of `has_own_kernel` parameters. Gradients may have 16 bits.
 
-    The step sets `grad_scale` and `found_inf`, on the device, as for PyTorch's. values, follow: the average of each parameter
-    and the share of the way to the weights that it goes (`MovingAverage` sets them). copies: what the model computes with in the
-    place of a parameter, in 16 bits, if it does (`course/parallel/data_parallel/master_weights.py`).
+    The training step sets `grad_scale` and `found_inf` on the device, as for PyTorch's. values: the average of each parameter;
+    follow: the fraction by which it moves towards the weights (`MovingAverage` sets both). copies: the 16-bit weights that the
+    model computes with, by parameter (`course/parallel/data_parallel/master_weights.py`).
     """
 
     grad_scale: Tensor
@@ -32,7 +32,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:                        # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             for p in held:
@@ -40,17 +40,17 @@ class Adam(torch.optim.Adam):
             self.update_with_kernel([p for p in held if has_own_kernel(p)], group)
             self.update_with_pytorch([p for p in held if not has_own_kernel(p)], group)
             for p in group["params"]:
-                if self.values and p.grad is None and has_own_kernel(p):       # frozen, and its average may not be there yet
+                if self.values and p.grad is None and has_own_kernel(p):       # frozen: its average still moves towards it
                     self.values[p].lerp_(p, self.follow * (1 - self.found_inf))
 
     def init_state(self, p: nn.Parameter) -> None:
-        """A parameter's states, at its first update: PyTorch's names and formats."""
+        """Create a parameter's states at its first update, with PyTorch's names and dtypes."""
         if not self.state[p]:
             self.state[p] |= {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": torch.zeros_like(p),
                               "exp_avg_sq": torch.zeros_like(p)}
 
     def update_with_kernel(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Large parameters, each in one kernel."""
+        """Update large parameters, each with one kernel."""
         if not parameters:
             return
         from course.ops import fused_adam_triton  # imports Triton, which only machines with GPUs have
@@ -66,7 +66,7 @@ class Adam(torch.optim.Adam):
         torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
 
     def update_with_pytorch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """The others, as PyTorch updates them."""
+        """Update the other parameters with PyTorch's fused Adam."""
         own = [self.state[p] for p in parameters]
         first, second, steps = ([states[name] for states in own] for name in ("exp_avg", "exp_avg_sq", "step"))
         if parameters:
@@ -79,7 +79,7 @@ class Adam(torch.optim.Adam):
 
 
 def cast_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The parameters' gradients in their own format, which PyTorch's kernel wants."""
+    """The gradients in the parameters' dtypes, which PyTorch's kernel requires."""
     found = [p.grad for p in parameters if p.grad is not None]
     narrow = [i for i, p in enumerate(parameters) if found[i].dtype != p.dtype]
     if narrow:
@@ -91,5 +91,5 @@ def cast_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def has_own_kernel(p: Tensor) -> bool:
-    """Whether a parameter has a kernel of its own."""
+    """Whether the Triton kernel updates a parameter: large, float32, contiguous and on a GPU."""
     return p.is_cuda and p.dtype == torch.float32 and p.numel() >= LARGE and p.is_contiguous()

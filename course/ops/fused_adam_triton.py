@@ -1,9 +1,8 @@
-"""The kernel behind `course.ops.fused_adam` on a GPU: Adam, the weights' average and their copy in 16 bits, in one pass over
-memory.
+"""Triton kernel behind `course.ops.fused_adam`: Adam, the moving average and the 16-bit weights in one pass over memory.
 
-Each number of a parameter is read with its gradient, both moments and its average, and all but the gradient are written: 36
-bytes. PyTorch's fused Adam also writes the gradient, with its scale taken out, and the average takes a pass of its own: 44 bytes.
-With 16-bit weights two fewer are read, of the gradient, and two more written: the weights.
+Per element it reads the weight, gradient, both moments and the average, and writes all but the gradient: 36 bytes. PyTorch's
+fused Adam also writes the unscaled gradient, and the average takes a separate pass: 44 bytes. With 16-bit weights, the kernel
+reads 2 bytes fewer (gradient) and writes 2 more (weights).
 """
 
 import math
@@ -18,12 +17,12 @@ BLOCK, WARPS = 1024, 8
 @triton.jit
 def adam(weight, grad, first, second, average, copy, step, rate, scale, found, rest1, rest2, log1, log2,
          eps, decay, follow, count, averaged: tl.constexpr, copied: tl.constexpr, block: tl.constexpr):
-    """(count,) in float32, but `copy` in 16 bits and `grad` in either; `step`, counted already, rate, scale and found: scalars in
-    memory. rest: 1 - beta; log: of beta."""
+    """All (count,) in float32, except `copy` in 16 bits and `grad` in either. step (already incremented), rate, scale and found:
+    scalars in memory. rest1, rest2: 1 - beta; log1, log2: log(beta)."""
     if tl.load(found) == 0:
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = at < count
-        number = tl.load(step).to(tl.float64)       # in float64: 1 - 0.999 has few digits left
+        number = tl.load(step).to(tl.float64)       # float64, because 1 - 0.999 loses digits
         bias1, bias2 = 1 - tl.exp(number * log1), 1 - tl.exp(number * log2)
         by, pace = tl.load(scale), (tl.load(rate) / bias1).to(tl.float32)
         root = tl.sqrt(bias2).to(tl.float32)
@@ -46,10 +45,10 @@ def adam(weight, grad, first, second, average, copy, step, rate, scale, found, r
 def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, copy: Tensor | None,
            step: Tensor, rate: Tensor, scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float,
            follow: float) -> None:
-    """One step of a parameter in place, and of its average, if any, by `follow` of the way; `copy` gets it, rounded.
+    """Update a parameter in place, move its average, if any, by the fraction `follow`, and round the result to `copy`, if any.
 
-    weight, grad, first, second, average, copy: of one shape, any, and contiguous. step, rate, scale, found: () in float32, as in
-    PyTorch's fused Adam: steps, this one among them, learning rate, what the gradient is divided by, 1 if nothing is to change.
+    weight, grad, first, second, average, copy: contiguous, of the same shape. step, rate, scale, found: () float32, as in
+    PyTorch's fused Adam: steps including this one, learning rate, divisor of the gradient, and 1 to skip the update.
     """
     count, rests = weight.numel(), [1 - beta for beta in betas]
     logs = [math.log(beta) if beta else -math.inf for beta in betas]

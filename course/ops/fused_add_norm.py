@@ -1,18 +1,17 @@
-"""What a block does between its matmuls: add a branch to the stream, and normalise the sum for the next branch.
+"""Fused residual add and LayerNorm: add a branch to the residual stream and normalize the sum for the next branch.
 
     z = x + gate · y                                            the residual sum
     n = (z - mean z) / std z · (offset + weight) + bias         its LayerNorm
 
-gate, weight and bias are a sample's own, (B, D): then this is adaLN, weight its scale and bias its shift, with an offset of 1;
-or weight and bias are a LayerNorm's, (1, D), with an offset of 0, and there is no gate. A block has three such steps: a norm;
-a sum and a norm; a sum. And one between the matmuls of its MLP, GELU: that is in `fused_gelu.py`.
+With adaLN, gate, weight (scale) and bias (shift) are per sample, (B, D), and offset is 1. With an ordinary LayerNorm, weight
+and bias are (1, D), offset is 0, and there is no gate. A block has three such steps: a norm; a sum and a norm; a sum. GELU,
+between the matmuls of the MLP, is in `fused_gelu.py`.
 
-Nothing here computes much: each step takes as long as its tensors take to read and write. So forward is one pass over x and y
-that writes z and n. Backward is one over the gradients of both, over z and y, that writes those of x and y and adds up those of
-gate, weight and bias. That is what kernels in `fused_add_norm_triton.py` do on a GPU; here the same is in plain operations, for
-CPUs, in each format the formula with which the kernels are compared.
+All steps are memory-bound. So forward is one pass that reads x and y and writes z and n. Backward is one pass that reads z, y
+and the gradients of z and n, writes the gradients of x and y, and sums those of gate, weight and bias. On a GPU, the kernels in
+`fused_add_norm_triton.py` do this. This module has the plain PyTorch version, for CPUs and as the kernels' reference.
 
-`training/fuse_blocks.py` puts them into the blocks of a model, with `kernels=triton`.
+`training/fuse_blocks.py` puts them into a model's blocks if `kernels=triton`.
 """
 
 from typing import Any
@@ -29,9 +28,9 @@ from course.ops.number_formats import matmul_dtype
 
 def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
                    out: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(z, n in the format `out`, and of each token the mean and 1 / std, (B, T)): 2 x (B, T, D), 3 x (B or 1, D).
+    """(z, n in dtype `out`, each token's mean and 1 / std): 2 x (B, T, D), 3 x (B or 1, D) -> 2 x (B, T, D), 2 x (B, T).
 
-    Without y z is x, and comes out empty. Sums are in float32, or float64 where x is.
+    Without y, z equals x, and the returned z is empty. Sums are in float32, or in float64 if x is.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     z = x
@@ -46,17 +45,16 @@ def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Ten
 def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
                             weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float, total: bool,
                             to_x: torch.dtype, to_y: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and y in the formats `to_x` and `to_y`, and, one under the other, those of weight, bias and gate.
+    """(dx in dtype `to_x`, dy in dtype `to_y`, the stacked gradients of weight, bias and gate), from dz and dn.
 
-    They follow from those of z and n. Without dn there was no norm: weight and bias have none, and x's is dz. Without a gate
-    there is none of it, and y's is x's. What is not there, or is another, is empty. total: last among the sums is that of y's
-    gradient, which the bias of the linear before has.
+    Without dn there was no norm: weight and bias have no gradients, dx equals dz and is returned empty. Without a gate, dy equals
+    dx and is returned empty. total: append the sum of dy over tokens, the gradient of the bias in the linear before.
     """
     given = dn if dn is not None else dz
     assert given is not None
     wide, none, sums = torch.promote_types(given.dtype, torch.float32), given.new_empty(0), []
     grad = torch.zeros_like(given, dtype=wide) if dz is None else dz.to(wide)           # (B, T, D)
-    over = [0, 1] if weight is not None and weight.shape[0] == 1 else [1]               # a weight of all samples, or of each
+    over = [0, 1] if weight is not None and weight.shape[0] == 1 else [1]               # one weight for all samples, or one each
     if dn is not None and z is not None and mean is not None and rstd is not None and weight is not None:
         unit = (z.to(wide) - mean[..., None]) * rstd[..., None]                         # (B, T, D)
         sums = [x.sum(over).view_as(weight) for x in (dn.to(wide) * unit, dn.to(wide))] # 2 x (B or 1, D)
@@ -66,13 +64,13 @@ def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | No
     if gate is not None and y is not None:
         dy = (grad * expand_gate(gate, wide)).to(to_y).contiguous()     # (B, T, D)
         sums.append((grad * y.to(wide)).sum(1))                                         # (B, D)
-    if total:                                       # as rounded: what the gradient of a weight is of, too
+    if total:                                       # sum the rounded values, as the weight gradient uses them
         sums.append((dx if gate is None else dy).to(wide).sum(over).view(-1, given.shape[-1]))          # (B or 1, D)
     return dx, dy, torch.stack(sums)                                                    # (1 to 4, B or 1, D)
 
 
 def expand_gate(gate: Tensor | None, wide: torch.dtype) -> Any:         # (B, D)
-    """What to multiply each token of a sample with."""
+    """The gate broadcast over tokens, or 1 without a gate."""
     return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
 
 
@@ -86,9 +84,9 @@ register_operator("add_norm_backward",
 
 
 class AddNorm(Function):
-    """(z, n) as above | the gradients of all that they are of. Without y z is x, whose gradient from elsewhere is added here.
+    """(z, n) as above. Backward: the gradients of all inputs. Without y, z is x, and backward adds z's gradient to x's.
 
-    before: a bias that is already in y, (D,); its gradient is the sum of y's.
+    before: a bias (D,) that is already in y; its gradient is the sum of y's.
     """
 
     @staticmethod
@@ -114,7 +112,7 @@ class AddNorm(Function):
 
 
 class Add(Function):
-    """x + gate · y | the gradients of all three, (B, T, D) twice, (B, D), and of a bias that is already in y, (D,)."""
+    """x + gate · y. Backward: the gradients of x, y (B, T, D), gate (B, D), and a bias (D,) that is already in y."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, y: Tensor, gate: Tensor, before: Tensor | None) -> Tensor:
@@ -133,7 +131,7 @@ class Add(Function):
 
 def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
              before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(z, n) as above, (B, T, D), n in the format of the matmul that takes it: (B, T, D) twice, (B or 1, D) three times, (D,)."""
+    """(z, n) as above, n in the dtype of the next matmul: 2 x (B, T, D), 3 x (B or 1, D), (D,) -> 2 x (B, T, D)."""
     return AddNorm.apply(x, y, gate, weight, bias, before, eps, offset, matmul_dtype(x))
 
 

@@ -1,12 +1,11 @@
-"""The kernels behind `course.ops.fused_add_norm` on a GPU: a residual sum, the norm of it, and both backwards, each in one pass
-over memory.
+"""Triton kernels behind `course.ops.fused_add_norm` and `fused_gelu`: forward and backward, each in one pass over memory.
 
-A program has some rows of one sample, one after another; a row is in registers from its reading to its writing. What is the
-same for all rows of a sample, or for all samples, is read once. The gradients of these are sums over tokens: each program
-writes its part, and PyTorch adds the parts up, always in the same order.
+A program processes some rows of one sample, one after another; a row stays in registers from load to store. A program loads
+weight, bias and gate once. Their gradients are sums over tokens: each program writes a partial sum, and PyTorch adds the
+partial sums in a fixed order.
 
-torch.compile writes kernels for the same formulas, one for the rows and one for each sum over tokens, which reads the rows'
-tensors again; and for a width that is no power of two, such as DiT's 1152, kernels that read a row twice.
+For the same formulas, torch.compile generates one kernel for the rows and one per sum over tokens, which reads the rows'
+tensors again. For a width that is no power of two, such as DiT's 1152, its kernels read a row twice.
 """
 
 import torch
@@ -16,18 +15,18 @@ from torch import Tensor
 
 from course.utils.errors import CourseError
 
-# rows of a program, and of how many the reading has begun before they are needed: the best of those tried on an H200, for widths
-# of 768 to 1152 (`python -m experiments.fused_kernels` measures what came of it)
+# rows per program, and how many of them are prefetched: the best of those tried on an H200 for widths of 768 to 1152
+# (benchmark: `python -m experiments.fused_kernels`)
 ROWS, STAGES = 32, 3
-MOST = 65535                                        # programs of a launch in any dim but the first
-TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and columns of a tile, rows of a program, its warps
+MOST = 65535                                        # most programs of a launch in the second and third dim
+TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and columns per tile, rows and warps per program
 
 
 @triton.jit
 def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weight_step, bias_step, eps,
             offset: tl.constexpr, add: tl.constexpr, gated: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
             rows: tl.constexpr, stages: tl.constexpr):
-    """x, y, z, n (samples, tokens, width); mean, rstd (samples, tokens); gate, weight, bias: samples' rows are `step` apart."""
+    """x, y, z, n (samples, tokens, width); mean, rstd (samples, tokens); gate, weight, bias: `step` is the sample stride."""
     sample, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * rows
     at = tl.arange(0, block)
     inside = at < width
@@ -41,7 +40,7 @@ def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weigh
         if add:
             branch = tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
             value += g * branch if gated else branch
-            value = value.to(z.dtype.element_ty)    # the norm is of what is kept, of which backward computes it again
+            value = value.to(z.dtype.element_ty)    # normalize the rounded value, from which backward recomputes
             tl.store(z + row * width + at, value, mask=inside)
             value = value.to(tl.float32)
         middle = tl.sum(value, 0) / width
@@ -56,10 +55,10 @@ def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weigh
 def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate_step, weight_step,
              offset: tl.constexpr, norm: tl.constexpr, summed: tl.constexpr, gated: tl.constexpr, total: tl.constexpr,
              width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, stages: tl.constexpr):
-    """parts (1 to 4, samples, programs of a sample, width): the program's share of the gradients of weight, bias and gate, and
-    of the sum of dy, or of dx without a gate.
+    """parts (1 to 4, samples, programs per sample, width): partial sums for the gradients of weight, bias and gate, and for the
+    sum of dy, or of dx without a gate.
 
-    norm: dn goes through the norm; summed: dz is added, the gradient of the sum from elsewhere, without `norm` all there is.
+    norm: backpropagate dn through the norm. summed: add dz, the residual sum's own gradient; without `norm` it is the only one.
     """
     sample, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * rows
     at = tl.arange(0, block)
@@ -110,7 +109,7 @@ def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate
 
 def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
              out: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `course.ops.fused_add_norm.add_norm_plain` says, on a GPU."""
+    """`course.ops.fused_add_norm.add_norm_plain` on a GPU."""
     samples, tokens, width = x.shape
     check(tokens)
     block = triton.next_power_of_2(width)
@@ -128,7 +127,7 @@ def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, b
 def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
                       weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float, total: bool,
                       to_x: torch.dtype, to_y: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `course.ops.fused_add_norm.add_norm_backward_plain` says, on a GPU."""
+    """`course.ops.fused_add_norm.add_norm_backward_plain` on a GPU."""
     given = dn if dn is not None else dz
     assert given is not None
     samples, tokens, width = given.shape
@@ -143,14 +142,14 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     backward[parts.shape[1:3]](
         dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, step(gate), step(weight), offset, norm, dz is not None,
         gated, total, width, block, ROWS, stages(given, block), num_warps=warps(block))
-    one = weight is not None and len(weight) == 1   # for all samples
+    one = weight is not None and len(weight) == 1   # one weight for all samples
     return dx, dy, parts.sum([1, 2], keepdim=True).squeeze(2) if one else parts.sum(2)
 
 
 @triton.jit
 def smooth_step(x, tanh: tl.constexpr):
-    """What GELU multiplies x with, the normal distribution's function or its approximation through tanh; and its slope."""
-    if tanh:                                        # (1 + tanh u) / 2 is the logistic function of 2u, which costs a GPU less
+    """(GELU(x) / x, its derivative): the normal distribution function, or its tanh approximation."""
+    if tanh:                                        # (1 + tanh u) / 2 = sigmoid(2u), which is cheaper on a GPU
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         slope = share * (1 - share) * (1.5957691216057308 * (1 + 0.134145 * x * x))
     else:
@@ -161,7 +160,7 @@ def smooth_step(x, tanh: tl.constexpr):
 
 @triton.jit
 def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):
-    """y = GELU(x), number by number."""
+    """y = GELU(x), elementwise."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
     share, _ = smooth_step(value, tanh)
@@ -171,8 +170,8 @@ def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):
 @triton.jit
 def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,
                   columns: tl.constexpr, span: tl.constexpr):
-    """x, dy, dx (rows, width); parts (spans, width): sums of dx over `span` rows each. A span's programs follow each other."""
-    across = tl.cdiv(width, columns)                # programs side by side: in one dim, of which alone there may be 2^31
+    """x, dy, dx (rows, width); parts (spans, width): sums of dx over `span` rows. The programs of a span are consecutive."""
+    across = tl.cdiv(width, columns)                # programs per span; a 1D grid, since only its first dim allows 2^31
     part = tl.program_id(0) // across
     at = tl.program_id(0) % across * columns + tl.arange(0, columns)[None, :]
     first = part * span
@@ -186,12 +185,12 @@ def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.co
         share, slope = smooth_step(value, tanh)
         grad = (grad * (share + value * slope)).to(dx.dtype.element_ty)
         tl.store(dx + place, grad, mask=inside)
-        total += grad.to(tl.float32)                # as rounded: what the weight's gradient is of
+        total += grad.to(tl.float32)                # sum rounded values, as in the weight gradient
     tl.store(parts + part.to(tl.int64) * width + at, tl.sum(total, 0)[None, :], mask=at < width)
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """GELU(x), on a GPU. Any shape."""
+    """GELU(x) on a GPU. Any shape."""
     x = x.contiguous()
     y = torch.empty_like(x)
     gelu_forward[(triton.cdiv(x.numel(), 2048),)](x, y, x.numel(), tanh, 2048, num_warps=4)
@@ -199,7 +198,7 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
 
 
 def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of x, (..., F), from that of GELU(x), and its sum over all but the last dim, (F,) in float32."""
+    """(gradient of x (..., F), its sum over all but the last dim, (F,) in float32), from GELU's gradient dy."""
     x, dy = x.contiguous(), dy.contiguous()
     width = x.shape[-1]
     rows, dx = x.numel() // width, torch.empty_like(x)
@@ -210,27 +209,27 @@ def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 
 
 def check(tokens: int) -> None:
-    """Raise `CourseError` for longer samples than a launch has programs for, which its second dim counts."""
+    """Raise `CourseError` if a sample needs more programs than the second dim of a launch allows."""
     if tokens > MOST * ROWS:
         raise CourseError(f"fused LayerNorm: a sample of {tokens} tokens, and {MOST * ROWS} are the most: use a shorter context "
                           "or kernels=pytorch")
 
 
 def warps(block: int) -> int:
-    """How many warps work on a row: each thread has 32 numbers of it, of a short row fewer."""
+    """Warps per row, 2 to 16: each thread holds 32 elements, or fewer of a short row."""
     return min(max(block // 1024, 2), 16)
 
 
 def stages(x: Tensor, block: int) -> int:
-    """Of how many rows the reading has begun: of long ones of one, since a multiprocessor holds no more."""
+    """How many rows to prefetch: one for long rows, since a multiprocessor has no memory for more."""
     return STAGES if block * x.element_size() <= 16384 else 1
 
 
 def last(x: Tensor) -> Tensor:
-    """The same with its last dim in one piece of memory, as kernels read rows; parts of a wider row stay where they are."""
+    """x with a contiguous last dim, as the kernels need; a slice of wider rows is not copied."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def step(x: Tensor | None) -> int:
-    """How many numbers apart the rows of two samples are in x, (B or 1, D): 0 where all have one."""
+    """The stride between samples in x, (B or 1, D): 0 if all samples share one row."""
     return 0 if x is None or len(x) == 1 else x.stride(0)

@@ -1,8 +1,7 @@
-"""GELU of an MLP as one operator, whose backward also adds up the gradient of the bias before it.
+"""An MLP's GELU as one operator; its backward also computes the gradient of the bias before it.
 
-Backward, a pass over memory reads dy and x, writes dx, and would be read again to sum it over tokens for the gradient of the bias
-that is in x. Here the sum is made in the same pass. On a GPU that is a kernel (`fused_add_norm_triton.py`); here the same is in
-plain operations, for CPUs and all else.
+PyTorch's backward reads dy and x, writes dx, and reads dx again to sum it over tokens for the gradient of the bias in x. Here
+one pass does both. On a GPU a Triton kernel does it (`fused_add_norm_triton.py`); this module has the plain PyTorch version.
 """
 
 
@@ -17,12 +16,12 @@ from course.ops.custom_op import register_operator
 
 
 def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
-    """GELU of each number, exact or its approximation through tanh. Any shape."""
+    """GELU of each element, exact or with the tanh approximation. Any shape."""
     return F.gelu(x, approximate="tanh" if tanh else "none").contiguous()
 
 
 def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of x, (..., F), from that of its GELU, and its sum over all but the last dim, (F,) in float32 or 64."""
+    """(gradient of x (..., F), its sum over all but the last dim, (F,) in float32 or float64), from GELU's gradient dy."""
     dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if tanh else "none").contiguous()
     return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(dx.dtype, torch.float32))
 
@@ -33,7 +32,7 @@ register_operator("gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor,
 
 
 class Gelu(Function):
-    """GELU(x) | the gradients of x and of a bias that is already in x, (F,): the sum of x's over all tokens, in the same pass."""
+    """GELU(x). Backward: the gradients of x and of a bias (F,) that is already in x: the sum of x's gradient over tokens."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:

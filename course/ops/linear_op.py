@@ -1,10 +1,10 @@
-"""The slots of a linear (`course/models/layers.Linear`), which surgery fills one by one.
+"""The replaceable parts (slots) of a linear, `course/models/layers.Linear`.
 
     product           x W' + b in a number format: PyTorch's (`Product`), or FP8's (`course/fp8/native.py`)
-    communication     what ranks exchange before and after the product: nothing (`Communication`), or what tensor parallelism
-                      needs (`course/parallel/tensor_parallel/linear.py`)
+    communication     around the product: none (`Communication`), or that of tensor parallelism
+                      (`course/parallel/tensor_parallel/linear.py`)
     deferred_bias     whether a fused operator after the linear computes the gradient of its bias
-    weight_gradients  a list on which the gradient of the weight waits until somebody asks for it (`WeightGradients`)
+    weight_gradients  a list of deferred weight gradients, computed on request (`WeightGradients`)
 """
 
 import copy
@@ -19,33 +19,33 @@ from torch.autograd import Function
 from course.ops.autograd import Context
 from course.ops.number_formats import matmul_dtype
 
-Later = Callable[[Callable[[], Tensor]], None]      # takes what computes a weight's gradient, and calls it some time
+Later = Callable[[Callable[[], Tensor]], None]      # takes a function that computes a weight gradient, and calls it later
 
 
 class Product:
-    """x W' + b in the format of the tensors, or of autocast: (..., K), (N, K), (N,) -> (..., N)."""
+    """x W' + b in the dtype of the tensors or of autocast: (..., K), (N, K), (N,) -> (..., N)."""
 
-    plain = True                                    # whether it is F.linear, which a loss in chunks may take apart
-    later: Later | None = None                      # where the weight's gradient is left; None: it is computed at once
+    plain = True                                    # whether it is F.linear, so that a chunked loss may split it
+    later: Later | None = None                      # takes a deferred weight gradient; None: compute it at once
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) if self.later is None else LinearLater.apply(x, weight, bias, self.later)
 
     def put_off(self, later: Later) -> "Product":
-        """The same product, whose backward pass leaves the gradient of the weight to `later`. Not within torch.compile."""
+        """A copy of the product whose backward pass defers the weight gradient to `later`. Not inside torch.compile."""
         product = copy.copy(self)
         product.later = later
         return product
 
     def check(self, weight: Tensor) -> None:
-        """Raise `CourseError` if the format cannot multiply with a weight of this shape, (N, K), as it is on this rank."""
+        """Raise `CourseError` if the number format cannot multiply with this rank's weight (N, K)."""
 
     def split_over(self, axis: Any) -> None:
-        """Tensor parallelism cuts the operands over an axis, which a format with one scale for a whole tensor has to know."""
+        """Set the axis over which tensor parallelism shards the operands: formats with one scale per tensor need it."""
 
 
 class LinearLater(Function):
-    """`F.linear` whose backward pass gives the gradients of input and bias, and leaves the weight's to `later`."""
+    """`F.linear` whose backward pass computes the gradients of input and bias, and defers the weight's to `later`."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
@@ -66,22 +66,22 @@ class LinearLater(Function):
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a linear's weight, (N, K), from those of its output and its input, (..., N) and (..., K)."""
+    """A linear's weight gradient, (N, K), from the output's gradient (..., N) and the input (..., K)."""
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 class WeightGradients:
-    """Gradients of weights that a backward pass has put off, in the order in which it met them."""
+    """The weight gradients that a backward pass has deferred, in its order."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def of(self, weight: Tensor) -> Later:
-        """Where a product leaves the gradient of this weight."""
+        """The `later` function with which a product defers the gradient of this weight."""
         return lambda compute: self.pending.append((weight, compute))
 
     def compute(self) -> None:
-        """Compute them all, add them to `.grad`, and let whatever waits for a gradient (a bucket) know."""
+        """Compute all deferred gradients and add them to `.grad`; this also triggers gradient hooks (buckets)."""
         pending, self.pending = self.pending, []
         for weight, compute in pending:
             weight.backward(compute())
@@ -96,11 +96,11 @@ class OneRank(NamedTuple):
 
 
 class Communication:
-    """What ranks exchange around a linear's product: nothing."""
+    """The communication around a linear's product: none."""
 
-    mode: str | None = None                         # "column": each rank has a part of the outputs; "row": of the inputs
-    axis: Any = OneRank()                           # over which ranks (`course/parallel/mesh.Axis`)
-    deferred: "Communication | None" = None         # what takes its place where the bias has its gradient from elsewhere
+    mode: str | None = None                         # "column": outputs are sharded over the axis; "row": inputs
+    axis: Any = OneRank()                           # the ranks (`course/parallel/mesh.Axis`)
+    deferred: "Communication | None" = None         # the variant for deferred_bias
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
         return multiply(x, weight, bias)

@@ -1,15 +1,14 @@
-"""Attention over queries, keys and values as one linear puts them out, whose gradient comes out as that linear takes it.
+"""Attention on packed queries, keys and values: one tensor (B, T, 3, h, d), as the qkv linear outputs it.
 
-PyTorch's attention takes three tensors and gives three gradients, which a kernel then puts side by side, and another adds up over
-tokens for the gradient of the linear's bias. Here one tensor goes in, (B, T, 3, h, d); its gradient is written in place, and its
-sum on the way. On a GPU kernels in `packed_attention_triton.py` do that, also for widths that are no power of two, such as DiT's
-72, for which cuDNN computes with 128. Here the same is in plain operations, with all scores in memory: the formula. CPUs compute
-it, but for long sequences.
+PyTorch's attention returns three gradients. Another kernel then packs them, and a third sums them over tokens for the gradient
+of the linear's bias. Here the kernels write the packed gradient directly and compute its sum in the same pass
+(`packed_attention_triton.py`, GPUs). They also support head widths that are no power of two, such as DiT's 72, which cuDNN pads
+to 128. This module has the plain PyTorch version, with all scores in memory. CPUs use it, except for long sequences.
 
     s = q · k / sqrt(d)    lse = log2 of the sum of exp s    p = exp s / sum    y = p · v
     dv = p^T · dy    ds = p · (dy · v - dy · y)    dq = ds · k / sqrt(d)    dk = ds^T · q / sqrt(d)
 
-Of what is computed forward y and lse are kept, from which backward has p again (Dao et al. 2022, arXiv:2205.14135, appendix B).
+Forward saves only y and lse, from which backward recomputes p (Dao et al. 2022, arXiv:2205.14135, appendix B).
 """
 
 import math
@@ -26,11 +25,11 @@ from course.ops.autograd import Context
 from course.ops.custom_op import register_operator
 from course.ops.number_formats import LOW_PRECISION
 
-MOST = 2**28                                        # scores of a formula on a CPU: 1 GiB, of which a few are in memory at a time
+MOST = 2**28                                        # most scores of the plain version on a CPU: 1 GiB per copy, a few copies
 
 
 def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(the answers, (B, T, h, d); of each query the scores' log2 of the sum of exponentials, (B, h, T), at least in float32)."""
+    """(y (B, T, h, d), lse (B, h, T): log2 of the sum of exp(score) of each query, at least in float32)."""
     q, k, v = upcast(qkv).permute(2, 0, 3, 1, 4)                        # 3 x (B, h, T, d)
     with full_products(qkv):
         s = scores(q, k, causal)                                        # (B, h, T, T)
@@ -39,7 +38,7 @@ def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(the gradient of qkv, (B, T, 3, h, d); its sum over samples and tokens, (3, h, d), at least in float32)."""
+    """(gradient of qkv (B, T, 3, h, d), its sum over samples and tokens (3, h, d), at least in float32)."""
     q, k, v = upcast(qkv).permute(2, 0, 3, 1, 4)                        # 3 x (B, h, T, d)
     dy, y = (upcast(x).transpose(1, 2) for x in (dy, y))                # 2 x (B, h, T, d)
     with full_products(qkv):
@@ -51,18 +50,18 @@ def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, ca
 
 
 def upcast(x: Tensor) -> Tensor:
-    """In float32 at least. Any shape."""
+    """x in at least float32. Any shape."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def full_products(x: Tensor) -> AbstractContextManager:
-    """The context in which products are in the format of what is multiplied; under autocast they would be in 16 bits."""
-    known = is_autocast_available(x.device.type)    # on the meta device there is none
+    """A context without autocast, in which matmuls keep the dtype of their operands."""
+    known = is_autocast_available(x.device.type)    # not on the meta device
     return torch.autocast(x.device.type, enabled=False) if known else nullcontext()
 
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """2 x (B, h, T, d) -> (B, h, T, T), minus infinity where a query must not look."""
+    """The scores, 2 x (B, h, T, d) -> (B, h, T, T); minus infinity where the causal mask applies."""
     s = q @ k.mT / math.sqrt(q.shape[-1])
     return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -math.inf) if causal else s
 
@@ -73,7 +72,7 @@ register_operator("attention_backward", "(Tensor dy, Tensor qkv, Tensor y, Tenso
 
 
 class PackedAttention(Function):
-    """(B, T, 3, h, d) -> (B, T, h, d) | the gradients of qkv and of a bias that is already in it, (3·h·d,)."""
+    """(B, T, 3, h, d) -> (B, T, h, d). Backward: the gradients of qkv and of a bias (3·h·d,) that is already in it."""
 
     @staticmethod
     def forward(ctx: Context, qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -91,9 +90,9 @@ class PackedAttention(Function):
 
 
 def packed_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """Self-attention; bias: the linear's, (3·h·d,), if its gradient is to be computed here. (B, T, 3, h, d) -> (B, T, h, d).
+    """Self-attention: (B, T, 3, h, d) -> (B, T, h, d). bias: the linear's, (3·h·d,), to compute its gradient here, or None.
 
-    On a CPU that of PyTorch where there are more than `MOST` scores.
+    On a CPU it uses PyTorch's attention if there are more than `MOST` scores.
     """
     B, T, _, h, _ = qkv.shape
     if qkv.device.type == "cpu" and B * h * T * T > MOST:
@@ -102,22 +101,22 @@ def packed_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 
 
 def unpacked_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """The same by PyTorch, which never has all scores in memory: (B, T, 3, h, d), (3 * h * d,) -> (B, T, h, d)."""
-    if bias is not None:                            # it is in qkv already: what is added is 0, and has its gradient
+    """The same with PyTorch's attention, which does not store all scores: (B, T, 3, h, d), (3·h·d,) -> (B, T, h, d)."""
+    if bias is not None:                            # qkv already contains it: add 0, which routes the gradient
         qkv = qkv + (bias - bias.detach()).to(qkv.dtype).view(qkv.shape[2:])            # (B, T, 3, h, d)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # 3 x (B, h, T, d)
     return attend(q, k, v, causal).transpose(1, 2)                      # (B, T, h, d)
 
 
 def supports_head_dim(head_dim: int) -> bool:
-    """Whether the kernels take heads of this size, in whole pieces of 16 bytes; for those of 128 PyTorch's are faster."""
+    """Whether the kernels support this head width: a multiple of 16 bytes; from 128 on PyTorch's are faster."""
     return 16 <= head_dim < 128 and head_dim % 8 == 0
 
 
 def supports_precision(precision: str, device: torch.device) -> bool:
-    """Whether that is for this device and precision: the kernels know 16 bits, and without them all scores are in memory.
+    """Whether packed attention supports this device and precision. On a GPU, the kernels need 16 bits.
 
-    A GPU from before Ampere has 64 KB of shared memory, and programs of most heads take more.
+    They also need Ampere or later: older GPUs have 64 KB of shared memory, too little for most head widths.
     """
     if device.type == "cpu":
         return True

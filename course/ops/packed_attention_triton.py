@@ -1,17 +1,15 @@
-"""Attention's kernels behind `course.ops.packed_attention`, on a GPU: FlashAttention-2 (Dao 2023, arXiv:2307.08691) over a
-linear's output.
+"""Triton kernels behind `course.ops.packed_attention`: FlashAttention-2 (Dao 2023, arXiv:2307.08691) on the packed qkv tensor.
 
-A head's numbers are taken in two parts, each a power of two: 72 are 64 and 16 (of which 8 are zeros), where a kernel that pads
-to the next power would compute with 128. Scores are in units of log2, because a GPU has an exp2.
+The head width is split into two parts, each a power of two: 72 becomes 64 + 16 (the last 8 are zeros). A kernel that pads to
+the next power of two would compute with 128. Scores are in units of log2, because GPUs have an exp2 instruction.
 
-Forward, a program answers some queries of one head: keys and values pass by, tile after tile. Backward is two kernels, both of
-which compute the scores again: `queries` holds some queries and adds up their gradient, `keys` holds some keys and values. So
-nothing is added up in memory by programs that do not wait for each other, and a sum has one order; adding dq up there would
-spare two of seven products.
+Forward: a program holds some queries of one head and loops over tiles of keys and values. Backward has two kernels, which both
+recompute the scores: `queries` holds some queries and accumulates their gradient; `keys` holds some keys and values. So no
+atomic additions are needed, and every sum has a fixed order. Accumulating dq with atomics would save two of seven matmuls.
 
-Tiles that pass by come by the engine that copies them (a tensor descriptor), without threads that compute addresses. It knows
-rows of tokens and columns, but not where a head or a sample ends: beyond a head's width are numbers of the next, which meet
-zeros in the tile that is held; beyond the last token are those of the next sample, which a mask leaves out.
+The tiles in the loop are loaded through tensor descriptors (TMA), without address computations in the threads. A descriptor
+knows rows of tokens and columns, but not where a head or a sample ends. Beyond a head's width it loads the next head, which is
+multiplied by zeros in the held tile. Beyond the last token it loads the next sample, which a mask removes.
 
 Shapes, all contiguous: qkv, dqkv (B, T, 3, h, d); y, dy (B, T, h, d); lse, delta (B, h, T) in float32.
 """
@@ -28,13 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from course.utils.errors import CourseError
 
 WARPS = 4
-PART = tl.constexpr(64)                             # tokens of which a gradient's sum has a part of its own
+PART = tl.constexpr(64)                             # tokens per partial sum of a gradient
 
 
 @triton.jit
 def pair(x, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr,
          masked: tl.constexpr):
-    """The two parts of some rows of x, which are `step` apart, to hold; zeros beyond the width and, if masked, the tokens."""
+    """Load the two parts of some rows of x with stride `step`; zeros beyond the width and, if masked, beyond the tokens."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
     inside = (row < tokens)[:, None]
     x += row[:, None] * step
@@ -55,7 +53,7 @@ def pair(x, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl
 
 @triton.jit
 def passing(one, two, row, column, main: tl.constexpr, rest: tl.constexpr):
-    """The two parts of rows from `row` on, of a head that begins at a column. one, two: tensor descriptors."""
+    """Load the two parts of a tile that starts at `row`, of the head that starts at `column`. one, two: tensor descriptors."""
     first = one.load([row, column])
     if rest:
         second = two.load([row, column + main])
@@ -66,7 +64,7 @@ def passing(one, two, row, column, main: tl.constexpr, rest: tl.constexpr):
 
 @triton.jit
 def times(a1, a2, b1, b2, rest: tl.constexpr):
-    """(M, d) times the transpose of (N, d): (M, N)."""
+    """a bᵀ: (M, d), (N, d) -> (M, N)."""
     s = tl.dot(a1, tl.trans(b1))
     if rest:
         s = tl.dot(a2, tl.trans(b2), s)
@@ -75,7 +73,7 @@ def times(a1, a2, b1, b2, rest: tl.constexpr):
 
 @triton.jit
 def added(sum1, sum2, p, b1, b2, rest: tl.constexpr):
-    """The sum, (M, d), plus (M, N) times (N, d)."""
+    """sum + p b: (M, d), (M, N), (N, d) -> (M, d)."""
     sum1 = tl.dot(p, b1, sum1)
     if rest:
         sum2 = tl.dot(p, b2, sum2)
@@ -84,7 +82,7 @@ def added(sum1, sum2, p, b1, b2, rest: tl.constexpr):
 
 @triton.jit
 def keep(x, one, two, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):
-    """Write the two parts of some rows."""
+    """Store the two parts of some rows."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
     inside = (row < tokens)[:, None]
     x += row[:, None] * step
@@ -95,7 +93,7 @@ def keep(x, one, two, row, step, tokens, width: tl.constexpr, main: tl.constexpr
 
 @triton.jit
 def total(x, one, two, row, tokens, kind: tl.constexpr, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):
-    """Write the sum over rows of what `keep` writes, as it is rounded there: what the gradient of a weight is of, too."""
+    """Store the sum over rows of the rounded values that `keep` stores, from which the weight gradient is computed too."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
     inside = (row < tokens)[:, None]
     tl.store(x + first, tl.sum(tl.where(inside, one.to(kind).to(tl.float32), 0.0), 0))
@@ -106,7 +104,7 @@ def total(x, one, two, row, tokens, kind: tl.constexpr, width: tl.constexpr, mai
 @triton.jit
 def answer(y1, y2, top, sums, q1, q2, one, two, at, k, v, row, begin, end, tokens, scale, causal: tl.constexpr,
            masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr):
-    """Let keys and values from `begin` to `end` pass by some queries: an online softmax."""
+    """Online softmax: loop over keys and values from `begin` to `end` for some queries."""
     for start in tl.range(begin, end, columns, num_stages=stages):
         k1, k2 = passing(one, two, at + start, k, main, rest)
         s = times(q1, q2, k1, k2, rest)
@@ -129,8 +127,8 @@ def answer(y1, y2, top, sums, q1, q2, one, two, at, k, v, row, begin, end, token
 @triton.jit
 def forward(qkv, one, two, y, lse, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr, width: tl.constexpr,
             main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr):
-    """The answers to some queries of a head, and the logarithms of the sums of their scores' exponentials."""
-    block, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)       # causal: the long ones first
+    """y and lse for some queries of a head."""
+    block, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)       # causal: the longest first
     sample, head = own // heads, own % heads
     narrow = heads * width
     q = qkv + sample * tokens * 3 * narrow + head * width
@@ -155,7 +153,7 @@ def forward(qkv, one, two, y, lse, tokens, heads, scale, causal: tl.constexpr, e
 def asked(dq1, dq2, q1, q2, g1, g2, lse, delta, one, two, at, k, v, row, begin, end, tokens, scale,
           causal: tl.constexpr, masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr,
           stages: tl.constexpr):
-    """Let keys and values from `begin` to `end` pass by some queries, and add up what they say of the queries' gradient."""
+    """Loop over keys and values from `begin` to `end`, and accumulate the gradient of some queries."""
     for start in tl.range(begin, end, columns, num_stages=stages):
         k1, k2 = passing(one, two, at + start, k, main, rest)
         v1, v2 = passing(one, two, at + start, v, main, rest)
@@ -175,7 +173,7 @@ def asked(dq1, dq2, q1, q2, g1, g2, lse, delta, one, two, at, k, v, row, begin, 
 def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,
             width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
             stages: tl.constexpr):
-    """The gradient of some queries of a head and its sum; and delta, the sum of dy · y of each, for the other kernel too."""
+    """The gradient of some queries of a head and its sum; also delta, each query's dy · y, which `keys` needs too."""
     block, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     sample, head = own // heads, own % heads
     narrow = heads * width
@@ -197,7 +195,7 @@ def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale,
     if causal or not even:
         dq1, dq2 = asked(dq1, dq2, q1, q2, g1, g2, top, d, one, two, at, k, k + narrow, row, clear, end, tokens, scale, causal,
                          True, main, rest, columns, stages)
-    scale *= 0.6931471805599453                     # ln 2: no longer in units of log2
+    scale *= 0.6931471805599453                     # ln 2: convert from units of log2
     keep(dqkv + sample * tokens * 3 * narrow + head * width, dq1 * scale, dq2 * scale, row, 3 * narrow, tokens, width, main, rest)
     part = parts + (sample * tl.cdiv(tokens, PART) + block * (rows // PART)) * 3 * narrow + head * width
     total(part, dq1 * scale, dq2 * scale, row, tokens, dqkv.dtype.element_ty, width, main, rest)
@@ -207,7 +205,7 @@ def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale,
 def shown(dk1, dk2, dv1, dv2, k1, k2, v1, v2, one, two, dy1, dy2, at, q, g, lse, delta, row, begin, end, tokens, scale,
           causal: tl.constexpr, masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr,
           stages: tl.constexpr):
-    """Let queries from `begin` to `end` pass by some keys and values, and add up what they say of the gradients of both."""
+    """Loop over queries from `begin` to `end`, and accumulate the gradients of some keys and values."""
     for start in tl.range(begin, end, columns, num_stages=stages):
         query = start + tl.arange(0, columns)
         q1, q2 = passing(one, two, at + start, q, main, rest)
@@ -233,7 +231,7 @@ def shown(dk1, dk2, dv1, dv2, k1, k2, v1, v2, one, two, dy1, dy2, at, q, g, lse,
 def keys(qkv, one, two, dy1, dy2, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,
          width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
          stages: tl.constexpr):
-    """The gradients of some keys and values of a head, and their sums."""
+    """The gradients of some keys and values of a head, and the gradients' sums."""
     block, own = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sample, head = own // heads, own % heads
     narrow = heads * width
@@ -266,7 +264,7 @@ def keys(qkv, one, two, dy1, dy2, lse, delta, dqkv, parts, tokens, heads, scale,
 
 
 def attention(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `course.ops.packed_attention.attention_plain` says, on a GPU, in 16 bits."""
+    """`course.ops.packed_attention.attention_plain` on a GPU, in 16 bits."""
     qkv = qkv.contiguous()
     B, T, _, h, d = qkv.shape
     y, lse = qkv.new_empty(B, T, h, d), qkv.new_empty(B, h, T, dtype=torch.float32)
@@ -276,7 +274,7 @@ def attention(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `course.ops.packed_attention.attention_backward_plain` says, on a GPU, in 16 bits."""
+    """`course.ops.packed_attention.attention_backward_plain` on a GPU, in 16 bits."""
     qkv, y, dy, dqkv, delta = qkv.contiguous(), y.contiguous(), dy.contiguous(), torch.empty_like(qkv), torch.empty_like(lse)
     B, T, _, h, d = qkv.shape
     sums = qkv.new_zeros(B, triton.cdiv(T, PART.value), 3, h, d, dtype=torch.float32)
@@ -288,20 +286,20 @@ def attention_backward(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: 
 
 
 def cramped(qkv: Tensor) -> bool:
-    """Whether a program with the larger tile of heads over 96 would need more shared memory, 131 KB, than the GPU has.
+    """Whether the larger tile of heads wider than 96 needs more shared memory than the GPU has.
 
-    It copies tiles by descriptor, as on Hopper, but has 99 KB: Blackwell in workstations, capability 12. Ada, which has as many,
-    is at 84 KB.
+    Where tiles are loaded by TMA, it needs 131 KB, but workstation Blackwell (capability 12) has 99 KB. Ada also has 99 KB, but
+    there the tile needs 84 KB.
     """
     return qkv.shape[-1] > 96 and torch.cuda.get_device_capability(qkv.device)[0] == 12
 
 
 class Tile(NamedTuple):
-    """What a program has of a head, `rows`, and what passes by at a time, `columns`, of which `stages` are on their way.
+    """Tile sizes: a program holds `rows` tokens of a head and loops over tiles of `columns` tokens, with `stages` in flight.
 
-    The sizes above are the best of those tried on an H200, for heads of 48, 64 and 72: small tiles, and `registers` at most for
-    a thread (0: the compiler's choice), let three programs share a multiprocessor, of which one computes products while others
-    compute exponentials.
+    The sizes above are the best of those tried on an H200 for heads of 48, 64 and 72. Small tiles and a limit of `registers` per
+    thread (0: the compiler's choice) let three programs share a multiprocessor: one computes matmuls while others compute
+    exponentials.
     """
 
     rows: int
@@ -310,8 +308,10 @@ class Tile(NamedTuple):
     registers: int = 0
 
     def grid(self, qkv: Tensor) -> tuple[int, int]:
-        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have, and for longer samples than
-        32-bit places reach."""
+        """The launch grid: (programs per head, heads of all samples).
+
+        Raises `CourseError` for more heads than a launch allows, and for samples too long for 32-bit offsets.
+        """
         B, T, _, h, d = qkv.shape
         if T * 3 * h * d >= 2**31:
             raise CourseError(f"packed attention: {T} tokens of {h} heads of {d} are {T * 3 * h * d} numbers in a sample, and "
@@ -322,7 +322,7 @@ class Tile(NamedTuple):
         return triton.cdiv(T, self.rows), B * h
 
     def views(self, x: Tensor) -> list[TensorDescriptor]:
-        """What copies the two parts of a tile that passes by: x, (B, T, ..., d), as rows of tokens."""
+        """Tensor descriptors for the two parts of a tile in the loop; they view x, (B, T, ..., d), as rows of tokens."""
         rows, step = x.shape[0] * x.shape[1], x[0, 0].numel()
         return [TensorDescriptor(x, [rows, step], [step, 1], [self.columns, part or 16]) for part in parts(x.shape[-1])]
 
@@ -333,11 +333,11 @@ class Tile(NamedTuple):
         return T, h, math.log2(math.e) / math.sqrt(d), causal, even, d, *parts(d), self.rows, self.columns, self.stages
 
     def how(self) -> dict[str, Any]:
-        """Whom the compiler makes a kernel for."""
+        """Launch options: warps, and the most registers per thread."""
         return {"num_warps": WARPS, "maxnreg": self.registers or None}
 
 
 def parts(width: int) -> tuple[int, int]:
-    """How a head's width is taken: the largest power of two in it, and the least power from 16 on that holds the rest, or 0."""
+    """Split a head width: (the largest power of two in it, the smallest power of two >= 16 that covers the rest, or 0)."""
     main = 1 << (width.bit_length() - 1)
     return main, 0 if main == width else max(16, triton.next_power_of_2(width - main))

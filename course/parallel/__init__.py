@@ -41,13 +41,13 @@ __all__ = [
 
 
 def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
-    """Cut a serial model, on the meta device, along the axes of the mesh. Returns what has been decided.
+    """Cut a serial model on the meta device, in place, along the axes of the mesh. Returns its `Layout`.
 
     The data-parallel axis needs no surgery: gradients are averaged over it (`build_gradient_sync`). Raises `CourseError` if a
-    parameter has a value, and where a seam is missing without which ranks would compute something else than one process does.
+    parameter already has a value, or if a seam is missing without which the ranks would not compute what one process does.
     """
     check_meta(model)
-    own_parts = ("pp", "tp", "dp", "cp") if settings.zero else ("pp", "tp")             # with ZeRO each rank has segments
+    own_parts = ("pp", "tp", "dp", "cp") if settings.zero else ("pp", "tp")             # ZeRO gives each rank its own segments
     placements = serial_placements(model, mesh.first_along_all_but(*own_parts), mesh.dp_cp)
     tokens: WholeTokens | SplitTokens = WholeTokens()
     sp = mesh.tp if settings.sp else Axis("tp")
@@ -68,7 +68,7 @@ def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
 
 
 def check_meta(model: nn.Module) -> None:
-    """Raise `CourseError` if a parameter has a value: it would be lost where the parameter is cut."""
+    """Raise `CourseError` if a parameter has a value: cutting the parameter would lose it."""
     name = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
     if name is not None:
         raise CourseError(f"{name} has a value already, and parallelize would lose it: build the model on the meta device "
@@ -76,7 +76,7 @@ def check_meta(model: nn.Module) -> None:
 
 
 def check_seams(model: Model, cp: Axis, sp: Axis) -> None:
-    """Raise `CourseError` if tokens are cut and what has to reach over all of them cannot be found."""
+    """Raise `CourseError` if tokens are cut and the model has no seam for what must span all of them: loss sums, attention."""
     cut = {"context": cp.size > 1, "sequence": cp.size * sp.size > 1}
     if cut[model.token_plan.get("target", "context")]:
         require_seam(model, "sum_over_tokens", "its loss would count the tokens of one rank alone; pass what it adds up over "

@@ -1,4 +1,4 @@
-"""One outcome for all ranks: an action runs on each, and a failure on any of them is raised on all, so that none waits for it."""
+"""One outcome for all ranks: each rank runs an action, and if it fails on one, all raise the error, so that none waits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from course.utils.errors import CourseError
 
 
 def run_on_all(everyone: Axis, action: Callable[[], Any]) -> list[Any]:
-    """Each rank's result of `action`; if it fails on one rank, all raise an error of that kind, and none waits for it."""
+    """Run `action` on every rank and return all results in rank order. If it fails on one rank, all raise its `CourseError`."""
     result, error = None, None
     try:
         result = action()

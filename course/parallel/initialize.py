@@ -1,4 +1,4 @@
-"""The first values of parameters: of each element a function of the seed, the parameter's serial name and its place in it."""
+"""Initial parameter values: each element is a function of the seed, the parameter's serial name and the element's index."""
 
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -16,12 +16,11 @@ M = TypeVar("M", bound=Model)
 
 def initialize(model: Model, placements: Placements, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
                noise: float = 0.0) -> None:
-    """Give every parameter of a model on the meta device its memory and its first value; it stays the same object.
+    """Allocate and initialize every parameter of a model on the meta device; each stays the same object.
 
-    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`;
-    the first pattern that fits counts. noise: a standard deviation in the place of "zeros". Memory is needed for what is here
-    alone: a box, or a flat range of one. Raises `CourseError` for a parameter without a rule, and for buffers, which no layout
-    and no checkpoint knows.
+    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`; the first
+    match counts. noise: a standard deviation to use instead of "zeros". A rank allocates only its own part: a box, or a flat
+    range of one. Raises `CourseError` for a parameter without a rule, and for buffers: layouts and checkpoints support none.
     """
     for name, _ in model.named_buffers():
         raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
@@ -38,18 +37,18 @@ def initialize(model: Model, placements: Placements, seed: int, device: torch.de
 
 
 def initialize_serial(model: M, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
-    """The same for a model that this process has whole."""
+    """Initialize a model that this process holds whole, as `initialize` does, and return it."""
     initialize(model, serial_placements(model), seed, device, dtype)
     return model
 
 
 def give_memory(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter on the meta device memory on another, and a value: it stays the same object."""
+    """Give a parameter on the meta device the memory and device of `value`; it stays the same object."""
     torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
 
 
 def first_value(rule: float | str | random.Uniform, key: int, where: Placement, device: torch.device) -> Tensor:
-    """What a rule gives to what is here of a parameter, in float64: its box, or the flat range of it."""
+    """The initial values of this rank's part of a parameter, in float64: its box, or the flat range of the box."""
     shape = box_shape(where.box) if where.flat is None else (where.flat[1] - where.flat[0],)
     if isinstance(rule, str):
         return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[rule], dtype=torch.float64, device=device)

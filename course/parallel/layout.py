@@ -1,4 +1,4 @@
-"""What surgery has decided: where each parameter is, how samples are cut, and which stages of a pipeline are here."""
+"""The result of surgery: where each parameter is, how samples are cut, and which pipeline stages this rank runs."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from course.parallel.tensor_parallel.sequence import WholeTokens
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's layout on this rank, as a value: whoever needs to know takes it as an argument.
+    """A model's layout on this rank, a value that is passed as an argument.
 
-    placements: of each parameter of the model here, and of what the optimizer has in the place of one. tokens: which tokens of
-    a sample are here. stages: the model, or, in a pipeline, a model of each of this rank's stages, which share its modules.
-    pipeline: what runs them, if there are several ranks of stages.
+    placements: one for each parameter of the model on this rank, and for each tensor that the optimizer updates in its place.
+    tokens: which tokens of a sample this rank holds. stages: the model or, in a pipeline, one model for each of this rank's
+    stages; these share its modules. pipeline: the runtime of the stages if parallel.pp > 1.
     """
 
     mesh: Mesh
@@ -26,5 +26,5 @@ class Layout:
 
 
 def serial_layout(model: Model, world: World | None = None) -> Layout:
-    """The layout of a model that one process has whole."""
+    """The layout of a model that one process holds whole."""
     return Layout(single(world or World()), serial_placements(model), WholeTokens(), (model,))

@@ -1,20 +1,20 @@
 """Differentiable collectives along one axis of the mesh, in transposed pairs: forward | backward.
 
     copy         identity       | all-reduce          enter a region where every rank computes a part (f in Megatron-LM)
-    reduce       all-reduce     | identity            leave it: add the parts up (g in Megatron-LM)
-    gather       all-gather     | reduce-scatter      put the pieces of a dim together
-    scatter      reduce-scatter | all-gather          add the parts up and keep one's own piece
-    all_to_all   all-to-all     | all-to-all          change the dim that is in pieces
-    shard        slice          | zeros around it     keep one's own piece of what every rank has
-    collect      all-gather     | slice               put pieces together of which every rank makes the same
+    reduce       all-reduce     | identity            leave it: sum the parts (g in Megatron-LM)
+    gather       all-gather     | reduce-scatter      concatenate the pieces of a dim
+    scatter      reduce-scatter | all-gather          sum the parts and keep this rank's piece
+    all_to_all   all-to-all     | all-to-all          change which dim is split
+    shard        slice          | zeros around it     keep this rank's piece of a tensor that every rank has whole
+    collect      all-gather     | slice               concatenate pieces that every rank then uses in the same way
 
-Each backward is the transpose of its forward, as linear maps over all ranks at once; so a program made of
-them has the gradients of the serial one, if every rank back-propagates its share of the loss (Shoeybi et
-al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
+Each backward is the transpose of its forward, a linear map over all ranks at once; a tensor whose value and gradient are both
+the same on all ranks counts once. So a program made of these has the gradients of the serial one, if every rank back-propagates
+its share of the loss (Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
 
-`n` rows are cut as `torch.tensor_split` does: the first n % size ranks have one more. Along an axis of size 1 each
-of them is the identity. None writes into its input, nor its backward into its gradient. They use collectives on
-whole tensors, with uneven pieces padded inside, because those compile without a graph break.
+`n` rows are cut as by `torch.tensor_split`: the first n % size ranks have one more. Along an axis of size 1 each mapping is the
+identity. No mapping writes into its input, and no backward into its gradient. They use collectives on single tensors and pad
+uneven pieces inside, because those compile without a graph break.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from torch.autograd import Function
 from course.ops.autograd import Context
 from course.parallel.mesh import Axis
 
-# `torch.compiler.disable` without importing the compiler here, which would cost every rank that starts a second
+# `torch.compiler.disable` without its import of the compiler, which would delay the start of every rank by a second
 uncompiled: Any = torch._disable_dynamo
 
 # PyTorch 2.13 renames them
@@ -36,7 +36,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 def bounds(n: int, size: int, rank: int) -> tuple[int, int]:
-    """First and one past the last of the n rows that `rank` of `size` has."""
+    """(first, one past the last) of the n rows that `rank` of `size` has."""
     return rank * (n // size) + min(rank, n % size), (rank + 1) * (n // size) + min(rank + 1, n % size)
 
 
@@ -49,13 +49,13 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, in new memory. Any shape, the same on every rank."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=axis.group)
-    # a view: what a function's forward changes in place and then returns has, compiled by PyTorch 2.11, gradients that are wrong
-    # without a word (pytorch/pytorch issue 180642); those of reduce were zeros
+    # a view: if a function's forward returns a tensor that it changed in place, compiled PyTorch 2.11 silently computes wrong
+    # gradients (pytorch/pytorch issue 180642); those of reduce were zeros
     return x.view_as(x)
 
 
 def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:      # (..., n / size, ...) -> (..., n, ...)
-    """The pieces of all ranks, put together along `dim`, which then has n rows."""
+    """All ranks' pieces, concatenated along `dim`, which then has n rows."""
     most = -(-n // axis.size)
     piece = _padded(x.movedim(dim, 0), most)                            # (most, ...)
     pieces = piece.new_empty(axis.size * most, *piece.shape[1:])        # (size * most, ...)
@@ -78,7 +78,7 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:          # (..., 
 
 
 def exchange(x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
-    """Cut `split` in pieces, send one to each rank, put what comes together along `join`, which then has n rows:
+    """Split dim `split`, send one piece to each rank, and concatenate what arrives along dim `join`, which then has n rows:
     (..., m, ..., n / size, ...) -> (..., m / size, ..., n, ...)."""
     parts = x.tensor_split(axis.size, split)
     shape = list(parts[axis.rank].shape)
@@ -91,7 +91,7 @@ def exchange(x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
 
 
 def _padded(rows: Tensor, n: int) -> Tensor:
-    """Zeros after the rows, up to n of them; contiguous."""
+    """The rows, padded with zeros to n; contiguous."""
     if len(rows) < n:
         return torch.cat([rows, rows.new_zeros(n - len(rows), *rows.shape[1:])])
     return rows.contiguous()
@@ -163,7 +163,7 @@ class Scatter(Function):
 
 
 class AllToAll(Function):
-    """all-to-all | all-to-all the other way round."""
+    """all-to-all | the inverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
@@ -186,12 +186,12 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, axis: Axis, n: int | None = None) -> Tensor:
-    """all-gather | reduce-scatter along `dim`: pieces in, the whole out. `n`: its rows, if the ranks' pieces differ."""
+    """all-gather | reduce-scatter along `dim`: pieces in, the whole out. `n`: rows of the whole, if the pieces differ."""
     return x if axis.size == 1 else Gather.apply(x, dim, axis, n or x.shape[dim] * axis.size)
 
 
 def collect(x: Tensor, dim: int, axis: Axis, n: int | None = None) -> Tensor:
-    """all-gather | this rank's piece of `dim`: every rank has the same use for the whole, so the same gradient. `n` as above."""
+    """all-gather | this rank's piece of `dim`: all ranks use the whole alike, so its gradient is the same. `n`: see `gather`."""
     return x if axis.size == 1 else Collect.apply(x, dim, axis, n or x.shape[dim] * axis.size)
 
 
@@ -201,7 +201,7 @@ def scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, split: int, join: int, axis: Axis, n: int | None = None) -> Tensor:
-    """all-to-all | all-to-all: dim `join` in pieces in, dim `split` in pieces out. `n`: rows of `join`, if pieces differ."""
+    """all-to-all | all-to-all: split along `join` in, split along `split` out. `n`: rows of `join`, if the pieces differ."""
     return x if axis.size == 1 else AllToAll.apply(x, split, join, axis, n or x.shape[join] * axis.size)
 
 

@@ -1,7 +1,7 @@
 """The process mesh: who this process is and whom it talks to.
 
-The only file that reads the environment of a launcher. What it makes are values, passed to whoever
-needs them. (`course/ranks/rank_process.py` joins the ranks of a notebook before their function runs.)
+Only this file reads ranks and sizes from a launcher's environment. It returns values, which are passed to whatever needs them.
+(`course/ranks/rank_process.py` joins the ranks of a notebook before their function runs.)
 """
 
 import atexit
@@ -48,20 +48,20 @@ class Axis:
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
-    """The group of an axis of more than one rank: its methods take lists of tensors, operators of PyTorch's its name."""
+    """The process group of an axis of more than one rank: its methods take lists of tensors, custom operators take its name."""
     assert axis.group is not None
     return axis.group
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of a group that is known by name."""
+    """An axis for the process group of this name."""
     group: Any = distributed_c10d._resolve_process_group(name)          # type: ignore[arg-type]  # GroupName is a str
     return Axis(name, group.size(), group.rank(), tuple(dist.get_process_group_ranks(group)), group)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: its global rank, their number, and the device it computes on."""
+    """This process: its global rank, the number of processes, and the device it computes on."""
 
     rank: int = 0
     size: int = 1
@@ -73,7 +73,7 @@ class Mesh:
     """The axes by name, the joint axis over which gradients are averaged, and the whole world as an axis."""
 
     world: World
-    grid: Tensor                                    # the ranks, a dim for each of `AXES`: (pp, dp, cp, tp)
+    grid: Tensor                                    # the global ranks, (pp, dp, cp, tp) as in `AXES`
     axes: Mapping[str, Axis]
     dp_cp: Axis
     all: Axis
@@ -99,11 +99,11 @@ class Mesh:
         return self.axes["tp"]
 
     def first_along_all_but(self, *names: str) -> bool:
-        """Whether this rank is the first along every axis but these: it speaks for those that have the same."""
+        """Whether this rank is the first along every axis but these: it stands for all ranks that hold the same."""
         return all(axis.rank == 0 for name, axis in self.axes.items() if name not in names)
 
     def lines(self, name: str) -> list[list[int]]:
-        """The ranks of every group along an axis, of this rank's and of the others'."""
+        """The global ranks of every group along an axis, this rank's group and all others."""
         found: list[list[int]] = groups(self.grid, AXES.index(name)).tolist()
         return found
 
@@ -121,15 +121,15 @@ def groups(grid: Tensor, dim: int) -> Tensor:
     return grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
 
 
-MEETING = "course-ranks-"                            # so begin names of the folders where ranks of one node meet
-_kept: list[dist.Store] = []                         # a launcher's stores: rank 0 may keep one for the others
-FAILED = "course/failed"                             # the key under which a process that fails tells the others
+MEETING = "course-ranks-"                            # prefix of the folders where the ranks of one node meet
+_kept: list[dist.Store] = []                         # the launcher's stores, kept alive: rank 0 may serve one to the others
+FAILED = "course/failed"                             # the store's key by which a failing process tells the others
 
 
 def join(device: str = "auto") -> World:
-    """Find out who this process is (torchrun, srun, or alone), pick its device ("auto", "cpu" or "cuda"), and meet the others.
+    """Identify this process (torchrun, srun, or alone), pick its device ("auto", "cpu" or "cuda"), and join the others.
 
-    Raises `CourseError` where there is no GPU for it.
+    Raises `CourseError` if there is no GPU for it.
     """
     rank, size, local = _identity()
     end_with_torchrun()
@@ -146,11 +146,11 @@ def join(device: str = "auto") -> World:
     else:
         chosen = torch.device("cpu")
     if size > 1 and not dist.is_initialized():
-        # gloo for tensors on the host beside NCCL for those on the GPU: stop signals are agreed on the host
+        # gloo for host tensors beside NCCL for GPU tensors: the ranks agree on stop signals on the host
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        # a pipeline's messages have a group for each direction, which is what this warning asks for
+        # a pipeline's messages have one group per direction, as this warning asks
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of
+        # PyTorch then remembers the newest collectives of gloo and NCCL, which a stalled run reports
         # (course/resilience/stall_watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         with telling(rank, size, launcher()):
@@ -161,26 +161,26 @@ def join(device: str = "auto") -> World:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Let collectives of all groups that there are wait so long for the other ranks; then they raise an error.
+    """Set the timeout of collectives in all existing groups; after it they raise an error.
 
-    PyTorch's own limits are 30 minutes, and 10 for groups of NCCL alone; a group that is made later has those again.
+    PyTorch's defaults are 30 minutes, and 10 for NCCL-only groups. A group made later has the default again.
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def on_one_node() -> bool:
-    """Whether all ranks of a launcher are on this node; no if it does not say."""
+    """Whether all ranks of the launcher are on this node; False if it does not say."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def shared_store(rank: int, size: int) -> dist.Store:
-    """Where the ranks of one node meet: at a file that no other user can read or write, and on the loopback network.
+    """Create the store of ranks on one node: a file that no other user can read or write. gloo uses the loopback network.
 
-    The launcher's store listens on all addresses and asks nobody who they are. So only the file's name comes through it, and is
-    believed if it is that of a folder of this user's which is closed to others. Raises `CourseError` if it is not.
+    The launcher's store listens on all addresses without authentication. So only the folder's name passes through it. A rank
+    accepts the name only if this user owns the folder and it is closed to others; otherwise raises `CourseError`.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     key = f"course/file/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"           # torchrun's store outlives the ranks
@@ -194,7 +194,7 @@ def shared_store(rank: int, size: int) -> dist.Store:
             raise CourseError(f"rank 0 says that the ranks of this node meet in {folder}, which is not a folder of yours that is "
                               "closed to others: if each rank has a temporary folder of its own, set TMPDIR to one that all of "
                               "them see; else somebody else is writing to the place where the ranks meet")
-    atexit.register(rmdir, folder)                   # the last rank that leaves has removed the file
+    atexit.register(rmdir, folder)                   # the last rank to leave has removed the file
     _kept.append(open_to_all)
     return dist.FileStore(str(folder / "ranks"), size)
 
@@ -206,7 +206,7 @@ def rmdir(folder: Path) -> None:
 
 
 def own_variables(folder: Path) -> bool:
-    """Whether a folder, and no link to one, was made by `run_on_all` in the temporary folder for this user alone."""
+    """Whether a folder, not a link to one, is in the temporary folder under `shared_store`'s prefix, for this user alone."""
     with suppress(OSError, ValueError):
         found = folder.lstat()
         return (folder.name.startswith(MEETING) and folder.parent == Path(tempfile.gettempdir()) and ".." not in folder.parts
@@ -215,7 +215,7 @@ def own_variables(folder: Path) -> bool:
 
 
 def launched() -> bool:
-    """Whether torchrun or srun, or `ranks` of a notebook, started this process as one of several."""
+    """Whether torchrun, srun, or a notebook's `ranks` started this process as one of several."""
     return world_size() > 1
 
 
@@ -230,7 +230,7 @@ def by_torchrun() -> bool:
 
 
 def launcher() -> str:
-    """Who started this process as one of several: torchrun, slurm, pty (a shell of `srun --pty`), or "": somebody by hand."""
+    """What started this process as one of several: torchrun, slurm, pty (a shell of `srun --pty`), or "": a user's variables."""
     if by_torchrun():
         return "torchrun"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -239,9 +239,9 @@ def launcher() -> str:
 
 
 def end_with_torchrun() -> None:
-    """End this process with the torchrun that started it, however that ends: killed, it could not stop its ranks any more.
+    """End this process when its parent torchrun ends, in whatever way: a killed torchrun cannot stop its ranks any more.
 
-    What is started through something else, such as a profiler or a container, has that for its parent, which may end early.
+    Does nothing if the parent is something else, such as a profiler or a container: that may end early.
     """
     with suppress(OSError):
         if by_torchrun() and re.search(rb"torchrun|torch\.distributed", Path(f"/proc/{os.getppid()}/cmdline").read_bytes()):
@@ -254,13 +254,13 @@ def node() -> str:
 
 
 def job() -> tuple[str, str]:
-    """(Slurm's number of the job, how often it was requeued), empty without Slurm."""
+    """(Slurm's job ID, how often the job was requeued), both empty without Slurm."""
     return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
 
 
 def leave() -> None:
-    """Part from the other processes; does nothing in a process that is alone."""
-    from course.parallel.tensor_parallel import symmetric_memory  # whose memory the groups share
+    """Leave the process groups; does nothing in a process that is alone."""
+    from course.parallel.tensor_parallel import symmetric_memory  # its buffers are shared by the groups
 
     symmetric_memory.double_buffer.cache_clear()
     if dist.is_initialized():
@@ -269,7 +269,7 @@ def leave() -> None:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
-    """Within the block this process is one of the world: it parts in order, or on an exception abandons the others."""
+    """Join the other processes for the block: `leave` them at its end, or `abandon` them on an exception."""
     world = join(device)
     try:
         yield world
@@ -282,7 +282,7 @@ def joined(device: str = "auto") -> Iterator[World]:
 def abandon(world: World) -> None:
     """After an exception: tell the other processes, and end this one as soon as the exception has been printed.
 
-    Parting in order, as in `leave`, could wait for collectives that will never be complete, and the job with it.
+    An orderly `leave` could wait for collectives that never complete, and so would the whole job.
     """
     def end() -> None:
         sys.stdout.flush()
@@ -301,7 +301,7 @@ def fail(world: World) -> None:
 
 
 def abandoned() -> bool:
-    """Whether another process has failed, or the one that keeps the store is gone."""
+    """Whether another process has failed, or the process that serves the store is gone."""
     try:
         return bool(distributed_c10d._get_default_store().check([FAILED]))
     except RuntimeError:
@@ -344,14 +344,14 @@ def single(world: World) -> Mesh:
 
 
 def nodes(size: int) -> list[str]:
-    """The node of each rank, as they say it: `srun -m cyclic` and its like deal ranks out in any order."""
+    """The node of each rank, as the rank reports it: options like `srun -m cyclic` assign ranks in any order."""
     names: list[str] = [""] * size
     dist.all_gather_object(names, node())
     return names
 
 
 def check_nodes(together: list[list[int]], names: list[str], order: str) -> None:
-    """Raise `CourseError`, on all ranks alike, if ranks of a tensor-parallel group are on several nodes."""
+    """Raise `CourseError` on all ranks if a tensor-parallel group spans several nodes."""
     for line in together:
         if len({names[rank] for rank in line}) > 1:
             where = ", ".join(f"rank {rank} on {names[rank]}" for rank in line)
@@ -365,14 +365,14 @@ def _axis(name: str, mesh: DeviceMesh) -> Axis:
 
 
 def _first_node() -> str:
-    """The node of a step's rank 0, where all ranks meet; if Slurm's name of it is no host's, the node where srun was called."""
+    """The node of the step's rank 0, where all ranks meet; if its Slurm name does not resolve, the node that called srun."""
     nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]                      # gpu[003-004,017],x1 -> gpu003
-    if first == nodes:                               # there is no other, so it is this one
+    if first == nodes:                               # the only node is this one
         return "127.0.0.1"
     try:
         socket.getaddrinfo(first, None)
-    except OSError:                                  # several nodes of Slurm's on one machine have names that are none
+    except OSError:                                  # several Slurm nodes on one machine have names that do not resolve
         return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     return first
 
@@ -382,10 +382,10 @@ def _identity() -> tuple[int, int, int]:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
+    # only srun sets SLURM_STEP_NUM_TASKS; SLURM_NTASKS is also set in the batch script, which is one process
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         env.setdefault("MASTER_ADDR", _first_node())
-        # below the ports that systems give away
+        # below the ephemeral ports
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000))
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
     return 0, 1, 0

@@ -1,4 +1,4 @@
-"""Saying who does not come, while ranks wait for each other: PyTorch's rendezvous waits half an hour without a word."""
+"""Name the missing ranks while the others wait for them: PyTorch's rendezvous waits half an hour in silence."""
 
 import os
 import socket
@@ -12,41 +12,41 @@ import torch.distributed as dist
 
 from course.utils.errors import CourseError, rank_names
 
-HERE, FIRST, AGAIN = 2.0, 5.0, 60.0                  # seconds until a rank that waits writes down that it is here, until one of
-                                                     # them tells who is not, and between two such sentences
+HERE, FIRST, AGAIN = 2.0, 5.0, 60.0                  # seconds until a waiting rank registers, until one of them names the missing
+                                                     # ranks, and between two such messages
 
 
 @contextmanager
 def telling(rank: int, size: int, launcher: str) -> Iterator[None]:
-    """While the block lasts, say every now and then which ranks it waits for, where, and what to do about it.
+    """Inside the block, print now and then which ranks are missing, where they should meet, and what to do.
 
-    launcher: torchrun, slurm, pty (a shell of `srun --pty`), or "" for variables that somebody has set by hand. What PyTorch says
-    if it gives up becomes a `CourseError`.
+    launcher: torchrun, slurm, pty (a shell of `srun --pty`), or "" for variables set manually. If PyTorch gives up, raises
+    `CourseError` with its message.
     """
     meeting, over = Meeting(rank, size, launcher), threading.Event()
     thread = threading.Thread(target=meeting.watch, args=(over,), name="meeting", daemon=True)
     thread.start()
     try:
         yield
-    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:          # the latter: variables that are missing
+    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:          # the latter: missing variables
         first = str(error).strip().split("\n")[0][:200]
         raise CourseError(f"{meeting.sentence() or 'the ranks did not meet'}. PyTorch says: {first}") from error
     finally:
         over.set()
-        thread.join(2 * HERE)                        # it may be at the store, and would abort an interpreter that ends
+        thread.join(2 * HERE)                        # a thread at the store would abort an interpreter that exits
 
 
 class Meeting:
-    """The place where ranks meet, as seen from one of them."""
+    """The store where the ranks meet, as seen from one of them."""
 
     def __init__(self, rank: int, size: int, launcher: str):
         self.rank, self.size, self.launcher = rank, size, launcher
         self.address, self.port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")       # torchrun's store outlives the ranks of one
+        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")       # torchrun's store outlives an attempt
         self.store: dist.Store | None = None
 
     def watch(self, over: threading.Event) -> None:
-        """The life of the thread."""
+        """The thread's loop: register, and print the message whenever it is due."""
         if over.wait(HERE):
             return
         self.register()
@@ -58,7 +58,7 @@ class Meeting:
             wait = AGAIN
 
     def register(self) -> None:
-        """Write down in the store that this rank is here; nothing if nobody keeps one yet."""
+        """Note in the store that this rank is here; do nothing if there is no store yet."""
         if self.store is None and not self.unreachable():
             with suppress(RuntimeError, ValueError):
                 self.store = dist.TCPStore(self.address, int(self.port), is_master=False, wait_for_workers=False,
@@ -66,11 +66,11 @@ class Meeting:
                 self.store.set(self.key(self.rank), "here")
 
     def key(self, rank: int) -> str:
-        """Under which a rank is written down."""
+        """The store's key for a rank."""
         return f"course/here/{self.attempt}/{rank}"
 
     def unreachable(self) -> str:
-        """Why nobody can be asked there; "" if somebody listens."""
+        """Why the store cannot be reached; "" if somebody listens at its address."""
         try:
             socket.create_connection((self.address, int(self.port)), HERE).close()
         except socket.gaierror:
@@ -80,14 +80,14 @@ class Meeting:
         return ""
 
     def missing(self) -> list[int] | None:
-        """The ranks that have not come; None if it cannot be known."""
+        """The ranks that have not registered; None if this cannot be known."""
         if self.store is not None:
             with suppress(RuntimeError):
                 return [rank for rank in range(self.size) if rank != self.rank and not self.store.check([self.key(rank)])]
         return None
 
     def sentence(self) -> str:
-        """Whom this rank waits for, where, and what to do; "" if a lower one is here, which tells."""
+        """The message: which ranks are missing, where, and what to do; "" if a lower rank is here and prints it."""
         missing = self.missing()
         if missing is not None and self.rank and min(set(range(self.size)) - {*missing}) < self.rank:
             return ""
@@ -115,7 +115,7 @@ CURES = {
 
 @contextmanager
 def telling_after(seconds: float, sentence: Callable[[], str]) -> Iterator[None]:
-    """While the block lasts, print a sentence once it has lasted so long."""
+    """Print a sentence if the block lasts longer than `seconds`."""
     timer = threading.Timer(seconds, lambda: print(sentence(), file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()

@@ -1,1 +1,1 @@
-"""Predictions from a configuration alone, and the search for the fastest layout."""
+"""Predict time and memory from a configuration alone, and search for the fastest layout."""

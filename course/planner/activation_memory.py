@@ -1,6 +1,6 @@
-"""Bytes that a step keeps on its way: what blocks, embedding and head leave for backward, logits, work space, buffers.
+"""Bytes of activations, logits, temporaries and communication buffers in a training step.
 
-Each term is a function of its own; `memory.py` says which of them are there at which moment, and in which units they count.
+Each term has its own function. `memory.py` says which terms are alive at which moment, and defines the units.
 """
 
 
@@ -28,22 +28,22 @@ Terms = dict[str, float]
 
 
 def block(rank: Rank) -> Terms:
-    """What one block keeps of one micro-batch, in bytes."""
+    """The activations that one block keeps for one micro-batch: name -> bytes."""
     return {"none": everything, "selective": selective, "full": only_input}[rank.config.train.recompute](rank)
 
 
 def kept(rank: Rank) -> float:
-    """The sum of it."""
+    """Bytes that one block keeps for one micro-batch."""
     return sum(block(rank).values())
 
 
 def attention(rank: Rank) -> Terms:
-    """What attention keeps, in bytes: the linear's result, whose parts queries, keys and values are, the answer, and a float32
-    log-sum-exp for each query and head (Dao 2023, arXiv:2307.08691, section 3.1).
+    """The activations that attention keeps, in bytes: queries, keys and values as one tensor, the output, and a float32
+    log-sum-exp per query and head (Dao 2023, arXiv:2307.08691, section 3.1).
 
-    Rotary positions make new queries and keys, and an answer whose heads lie apart, which the next linear copies. Context
-    parallelism: `gather` has all keys and values, and with a causal mask the answer in two pieces and whole; `all_to_all` has
-    what it exchanged, and the answer before and after.
+    Rotary positions create new queries and keys, and a non-contiguous output that the next linear copies. Context parallelism:
+    `gather` keeps all keys and values, and with a causal mask the output in two pieces and whole. `all_to_all` keeps the
+    exchanged tensors, and the output before and after the exchange.
     """
     c, n = rank.config, rank.n
     size, (q, kv) = low(c), widths(c)
@@ -62,27 +62,28 @@ def attention(rank: Rank) -> Terms:
 
 
 def normed(rank: Rank) -> float:
-    """Bytes of a norm's result as the linear after it keeps it: gathered, unless that gathers it again in backward; of FP8 by
-    hand the transpose, 1 byte a number."""
+    """Bytes of a norm's output as the next linear keeps it: gathered, unless an overlapped linear gathers it again in backward.
+
+    FP8 keeps the transpose, 1 byte per number."""
     c = rank.config
     tokens = rank.s if c.parallel.overlapped else rank.n
     return tokens * c.model.dim * multiplied(c)
 
 
 def multiplied(c: Config) -> int:
-    """Bytes of a number that a linear keeps of its input: FP8's transpose, or what the matmul multiplies."""
+    """Bytes per number of the input that a linear keeps: FP8's transpose, or the matmul's operand."""
     return 1 if c.precision == "fp8" else low(c)
 
 
 def everything(rank: Rank) -> Terms:
-    """Without recomputation."""
+    """The activations that a block keeps without recomputation."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     kept = attention(rank)
     kept |= {"norm 1": normed(rank), "norm 2": normed(rank), "up": gated(c) * n * M * low(c), "down": n * M * multiplied(c)}
     if c.precision == "fp8":
-        kept["answer, FP8"] = n * widths(c)[0]      # what attention itself keeps is the answer in 16 bits
+        kept["answer, FP8"] = n * widths(c)[0]      # attention itself keeps its output in 16 bits
     if gated(c) == 2 and not c.compile:
-        kept["gate"] = n * M * low(c)               # after SiLU; compiled, computed again
+        kept["gate"] = n * M * low(c)               # after SiLU; compiled blocks recompute it
     if fused(c):
         kept |= {"input": s * D * stream(c), "sum": s * D * stream(c)}
     elif c.compile:
@@ -100,13 +101,14 @@ def fused(c: Config) -> bool:
 
 
 def normed_from(c: Config) -> int:
-    """Bytes of a number of an eager norm's input: autocast computes norms in float32, of a copy if the stream is narrow."""
+    """Bytes per number of an eager norm's input: autocast computes norms in float32, from a copy if the stream is narrow."""
     return wide(c)
 
 
 def modulated(rank: Rank) -> Terms:
-    """What DiT's modulation keeps more: what the gates multiply (compiled, of attention's branch it is kept anyway, and the sum
-    computed again; with Triton both are kept) and, eager, what the scales multiply, in float32."""
+    """DiT's additional activations for modulation: the factors of the gates and, in eager mode, those of the scales, in float32.
+
+    Compiled blocks keep the output of attention's branch anyway and recompute the sum. Triton kernels keep both."""
     c, size = rank.config, rank.s * rank.config.model.dim
     few: Terms = {"conditions": rank.samples * c.model.dim * 6 * low(c)}
     if fused(c):
@@ -117,14 +119,15 @@ def modulated(rank: Rank) -> Terms:
 
 
 def dropped(rank: Rank) -> Terms:
-    """Dropout's masks, a byte a number, after attention and MLP."""
+    """Dropout masks after attention and MLP, 1 byte per number."""
     m = rank.config.model
     return {"masks": 2.0 * rank.s * m.dim} if getattr(m, "dropout", 0.0) else {}
 
 
 def selective(rank: Rank) -> Terms:
-    """With train.recompute=selective: the input and the results of matmuls and attention; of linears that overlap with their
-    communication what they scatter. Of a compiled block whose attention leaves the compiler the checkpoint sees that alone."""
+    """The activations that a block keeps with train.recompute=selective: its input and the outputs of matmuls and attention.
+
+    Overlapped linears keep the scattered output. If attention breaks a compiled block's graph, only its output is kept."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     q, kv = widths(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
@@ -133,7 +136,7 @@ def selective(rank: Rank) -> Terms:
     put_out = s if c.parallel.overlapped else n
     kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": put_out * D * low(c), "up": gated(c) * n * M * low(c)}
     summed = c.parallel.tp > 1 and not c.parallel.overlapped
-    if isinstance(c.model, DiTConfig) or summed or not c.compile:       # all but DiT's gates and tp's sum could do without it
+    if isinstance(c.model, DiTConfig) or summed or not c.compile:       # only DiT's gates and tp's all-reduce need it
         kept["MLP's branch"] = put_out * D * low(c)
     if isinstance(c.model, DiTConfig):
         kept["conditions"] = rank.samples * D * 6 * low(c)
@@ -141,16 +144,17 @@ def selective(rank: Rank) -> Terms:
 
 
 def only_input(rank: Rank) -> Terms:
-    """With train.recompute=full: (B, T, D) (Chen et al. 2016, arXiv:1604.06174)."""
+    """The block input, (B, T, D), kept with train.recompute=full (Chen et al. 2016, arXiv:1604.06174)."""
     return {"input": rank.s * rank.config.model.dim * stream(rank.config)}
 
 
 def ends(rank: Rank, micros: float, moment: str) -> float:
-    """What embedding and head keep of so many micro-batches beside the logits, in bytes: patches in the matmul's format; input
-    and result of the head's norm, until its backward pass is done. Of a stage without a head its result, until the gradient of
-    that comes."""
+    """Bytes that embedding and head keep for `micros` micro-batches, without the logits.
+
+    The first stage keeps patches in the matmuls' format. The last keeps input and output of the final norm until its backward
+    pass is done. Other stages keep their output until its gradient arrives."""
     c, size = rank.config, rank.s * rank.config.model.dim
-    # in float32 they are the batch's own
+    # in float32 the batch holds them
     patches = rank.s * patch(c) * low(c) if rank.first and c.precision in LOW_PRECISION else 0
     if not rank.last:
         return micros * (patches + size * stream(c))
@@ -162,18 +166,19 @@ def ends(rank: Rank, micros: float, moment: str) -> float:
     return micros * (patches + after)
 
 
-# ---- the head, the loss, and what is soon forgotten
+# ---- head, loss and temporaries
 
 def logits(rank: Rank, micros: float, moment: str) -> float:
-    """What the head puts out and the loss keeps of it, in bytes: predictions of P values a token in the matmul's format; eager
-    also the error in float32. GPT's logits, if loss_chunk=0: those of all tokens, eager with log-softmax in float32. Through the
-    backward pass the former stay, which have a name there. Of a pipeline's micro-batches that wait GPT keeps one of both."""
+    """Bytes of head output and loss activations: P values per token in the matmuls' format, and in eager mode a float32 error.
+
+    GPT with loss_chunk=0: the logits of all tokens; eager, log-softmax in float32. A Python variable keeps the output alive
+    through backward. For each waiting micro-batch of a pipeline, GPT keeps one of the two."""
     c = rank.config
     if not rank.last or not micros or chunked(c):
         return 0.0
     numbers = rank.n * c.model.vocab / c.parallel.tp if isinstance(c.model, GPTConfig) else float(rank.s * patch(c))
     in_pieces = isinstance(c.model, GPTConfig) and c.parallel.tp > 1 and c.precision in LOW_PRECISION
-    kept = wide(c) if in_pieces or not c.compile else 0                 # compiled, too, the softmax of a vocabulary in pieces
+    kept = wide(c) if in_pieces or not c.compile else 0                 # the softmax over a split vocabulary, also when compiled
     if getattr(c.model, "residual", False):
         kept += wide(c)                             # the sum with the input
     if moment not in ("loss", "rehearsal"):
@@ -184,18 +189,18 @@ def logits(rank: Rank, micros: float, moment: str) -> float:
 
 
 def chunked(c: Config) -> bool:
-    """Whether it is GPT's loss, and takes some tokens at a time. FP8 in the head does not, where Transformer Engine has none."""
+    """Whether the loss is GPT's, in chunks of tokens. Native FP8 in the head excludes it; Transformer Engine has no FP8 head."""
     in_fp8 = c.precision == "fp8" and c.fp8.by == "native" and not c.fp8.keeps("head.proj")
     return isinstance(c.model, GPTConfig) and c.model.loss_chunk > 0 and not in_fp8
 
 
 def head_workspace(rank: Rank) -> float:
-    """What the loss computes on the way, in bytes.
+    """Bytes of the temporaries of the loss.
 
-    Of predictions: eager the square's derivative, three temporaries in float32; compiled the gradient. Of logits: their gradient,
-    eager also that of log-softmax in float32. In chunks of N tokens: logits, log-softmax in float32 and gradient, N·V each, of
-    which a GPU that has the whole vocabulary has but one; the gradients of x (twice, as they are put together) and weight, and
-    the latter in the matmuls' format, on a CPU with one chunk's product.
+    Predictions: eager, three float32 temporaries of the square's derivative; compiled, the gradient. Logits: their gradient;
+    eager, also that of log-softmax in float32. In chunks of N tokens: logits, float32 log-softmax and gradient, N·V each; a GPU
+    with the whole vocabulary needs only one. Besides: the gradients of x (twice, during concatenation) and of the weight, the
+    latter also in the matmuls' format, and on a CPU one chunk's product.
     """
     c, P = rank.config, patch(rank.config)
     if not isinstance(c.model, GPTConfig):
@@ -212,34 +217,35 @@ def head_workspace(rank: Rank) -> float:
 
 
 def workspace(rank: Rank, moment: str) -> float:
-    """What is computed on the way at a moment, in bytes."""
+    """Bytes of the temporaries at a moment."""
     if moment == "optimizer":
-        return 0.0                                  # the fused optimizers need nothing
+        return 0.0                                  # fused optimizers need none
     if moment == "rehearsal" and not chunked(rank.config):
-        return 0.0                                  # no backward pass, which the loss in chunks has in its forward
+        return 0.0                                  # no backward pass; only the chunked loss computes gradients in forward
     if moment in ("loss", "rehearsal"):
         return head_workspace(rank) if rank.last else 0.0
     return block_workspace(rank)
 
 
 def block_workspace(rank: Rank) -> float:
-    """What the backward pass of a block computes on the way, in bytes: what it computes again; the gradients of the stream and of
-    the hidden units; and that of its largest weight, in the matmuls' format and, if the parameter is, in float32."""
+    """Bytes of the temporaries in a block's backward pass: recomputed activations; gradients of residual stream and hidden
+    units; the gradient of the largest weight, in the matmuls' format and, for float32 parameters, in float32."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     weight = max(D * M * gated(c), D * modulation(c, 6))
     weight *= low(c) if own_masters(c) else wide(c) + low(c) * (c.precision in LOW_PRECISION)
     again = 0.0
     if c.train.recompute != "none":
         again = sum(everything(rank).values()) - kept(rank)
-        # casts of its weights
+        # casts of the block's weights
         again += low(c) * sum(block_weights(c)) if c.precision in LOW_PRECISION and not own_masters(c) else 0
     return max(again, 0) + s * D * stream(c) + max(gated(c) * n * M * low(c), ring_workspace(rank)) + weight
 
 
 def ring_workspace(rank: Rank) -> float:
-    """What a ring's backward pass computes on the way, in bytes (`ring_attention.py`): float32 gradients of queries, keys and
-    values, the sums that come and go for others' keys and values, two pairs of keys and values; less what the block's MLP has let
-    go of by then. Kernels for GPUs have no scores in memory; on a CPU, in float64 and with attention=math, they come on top."""
+    """Bytes of the temporaries in ring attention's backward pass (`ring_attention.py`), less what the MLP has freed by then.
+
+    These are float32 gradients of queries, keys and values, traveling sums for other ranks' keys and values, and two pairs of
+    keys and values. GPU kernels hold no scores in memory. On a CPU, in float64 and with attention=math, scores come on top."""
     c, n, (q, kv) = rank.config, rank.n, widths(rank.config)
     if c.parallel.cp == 1 or c.parallel.context != "ring":
         return 0.0
@@ -248,25 +254,26 @@ def ring_workspace(rank: Rank) -> float:
 
 
 def batch(rank: Rank) -> float:
-    """Bytes of a step's samples on this rank, as the loader gives them and as the model takes them; in a graph also its own copy
-    of the former. Fields and patches in the parameters' format; ids and positions count for little, tokens 8 bytes each."""
+    """Bytes of a step's samples on this rank, as loaded and as model input; a CUDA graph adds a copy of the loaded ones.
+
+    Fields and patches have the parameters' format, tokens 8 bytes. Ids and positions are negligible."""
     c, m = rank.config, rank.config.model
     samples = rank.samples * rank.micros
     if isinstance(m, GPTConfig):
         return samples * (m.context + 1) * 8.0 * (2 if c.graphs else 1)
-    given, taken = (1, 2) if isinstance(m, DiTConfig) else (2, 2)       # latents; input and target
+    given, taken = (1, 2) if isinstance(m, DiTConfig) else (2, 2)       # DiT: latents; ViT: input and target
     copies = c.graphs + (1 if not by_dali(c) else 0)
     return samples * m.tokens * patch(c) * wide(c) * (given * copies + taken)
 
 
 def by_dali(c: Config) -> bool:
-    """Whether batches lie in DALI's memory, not in PyTorch's."""
+    """Whether batches are in DALI's memory instead of PyTorch's."""
     return c.data.source == "files" and c.data.loader.startswith("dali")
 
 
 def foreign(rank: Rank) -> float:
-    """Bytes on the device beside PyTorch's allocator: DALI's batches, as many as it reads ahead; and what ranks write into with
-    symmetric memory, two places each for what is gathered and scattered."""
+    """Bytes on the device outside PyTorch's allocator: the batches that DALI reads ahead, and symmetric memory, with two buffers
+    each for gathers and scatters."""
     c, m = rank.config, rank.config.model
     rooms = 4.0 * low(c) * rank.n * m.dim if c.parallel.symmetric and not uneven(c) else 0.0
     if not by_dali(c) or isinstance(m, GPTConfig):
@@ -275,8 +282,8 @@ def foreign(rank: Rank) -> float:
 
 
 def buffers(rank: Rank, micros: float, moment: str) -> float:
-    """What goes between ranks, in bytes: ZeRO-1's share of the mean gradients; at the end `naive`'s copy of all gradients; a
-    pipeline's messages, one on its way in and one out in each direction."""
+    """Bytes of communication buffers: ZeRO-1's shard of the averaged gradients; at the end `naive`'s copy of all gradients; one
+    incoming and one outgoing pipeline message in each direction."""
     c, every = rank.config, sum(rank.weights)
     size = 0.0
     if c.parallel.zero and replicas(c) > 1:

@@ -1,7 +1,7 @@
-"""How long one micro-batch takes on one rank: in a block, and in embedding and head. `step_time.py` makes a step of it.
+"""Predict the time of one micro-batch on one rank: in a block, and in embedding and head. `step_time.py` builds a step from it.
 
-Matmuls by their shapes on the rank, attention, what is bound by memory by the bytes that it reads and writes
-(`kernel_efficiency.py`), collectives by the bytes that they move (`collectives.py`), less what overlaps.
+The time of matmuls and attention follows from their shapes on the rank, that of memory-bound kernels from the bytes they read and
+write (`kernel_efficiency.py`), and that of collectives from the bytes they move (`collectives.py`). Overlap is subtracted.
 """
 
 import math
@@ -16,19 +16,18 @@ from course.planner.activation_memory import chunked, fused
 from course.planner.parameter_memory import uneven
 from course.planner.rank_workload import Moved, RankWorkload, linear_time
 
-# Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
-# multiprocessors on NVLink, and a matmul cut for all of them needs a second wave. The one number here that is taken from steps:
-# from those with and without averaged gradients on 4 H200s, in buckets of 25 and 100 MB, which lost 0.54 to 0.85
-# (results/beside_h200.json; four others lost 0.58 to 1.15). Overlapped linears and the ring, from which it was not taken, bear
-# it out (tests/bench/test_recorded_steps.py).
+# The slowdown of matmuls by a concurrent collective, over the collective's time. NCCL occupies up to 32 of 132 multiprocessors on
+# NVLink, and a matmul tiled for all of them needs a second wave. This is the only number fitted to measured steps: with buckets
+# of 25 and 100 MB, gradient averaging on 4 H200s lost 0.54 to 0.85 (results/beside_h200.json; on four others 0.58 to 1.15).
+# Overlapped linears and the ring, which were not fitted, confirm it (tests/bench/test_recorded_steps.py).
 BESIDE = 0.74
-BARRIER = 4.5e-6                                    # seconds of a barrier of symmetric memory (results/symmetric_2xh100.json)
+BARRIER = 4.5e-6                                    # seconds of a symmetric-memory barrier (results/symmetric_2xh100.json)
 
 
 # ---- a block ----
 
 def block_time(local: RankWorkload) -> dict[str, float]:
-    """The parts of one block and micro-batch. `forward` and `backward` are sums over the parts, the recomputed with backward."""
+    """Part -> seconds of one block and micro-batch. `forward` and `backward` are sums; recomputation counts as backward."""
     each = [linear_time(local, linear) for linear in linears(local.m)]
     forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
     casts = sum(cast for *_, cast in each)
@@ -39,7 +38,7 @@ def block_time(local: RankWorkload) -> dict[str, float]:
     modulated, modulated_back = modulation_time(local)
     comm, comm_back = comm + modulated, comm_back + modulated_back
     again, how = 0.0, local.config.train.recompute
-    if how == "selective":                          # which keeps what overlapped linears and a ring put out
+    if how == "selective":                          # keeps the outputs of overlapped linears and a ring
         collectives = modulated if local.p.overlapped else comm
         again = kept + collectives + (0.0 if local.p.context == "ring" else around)
     if how == "full" or (how == "selective" and local.config.compile and attention_leaves_graph(local.config)):
@@ -52,10 +51,10 @@ def block_time(local: RankWorkload) -> dict[str, float]:
 
 
 def forward_bytes(local: RankWorkload) -> Moved:
-    """What norms, activations and residual sums of a block read and write, forward.
+    """The bytes that a block's norms, activations and residual sums read and write in the forward pass.
 
-    Compiled, each is one kernel: sum and norm together read stream and branch and write stream and the matmul's input. PyTorch's
-    own are one by one: autocast lets norms work in 32 bits and casts around them.
+    Compiled, residual sum and norm are one kernel, which reads stream and branch and writes stream and matmul input. Eager, they
+    are separate, and autocast casts around norms in 32 bits.
     """
     m, low, stream, wide = local.m, local.low, local.stream, local.wide
     rest, n = local.rest * m.dim, local.tokens * m.dim
@@ -76,8 +75,10 @@ def forward_bytes(local: RankWorkload) -> Moved:
 
 
 def backward_bytes(local: RankWorkload) -> Moved:
-    """The same backward, and sums over tokens for the gradients of biases and norms' weights, and of queries, keys and values put
-    together, twice uncompiled (once to get the heads in order). By hand most of these sums are taken in passing."""
+    """The bytes that these operations move in the backward pass, with the sums over tokens for the gradients of biases and norms.
+
+    The gradients of queries, keys and values are concatenated, in eager mode after a copy that reorders heads. Triton kernels
+    fuse most of the sums."""
     m, low, stream, wide = local.m, local.low, local.stream, local.wide
     rest, n = local.rest * m.dim, local.tokens * m.dim
     inner = local.tokens * local.m.hidden / local.p.tp
@@ -85,8 +86,8 @@ def backward_bytes(local: RankWorkload) -> Moved:
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
     gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
-    own = "fused" if local.config.compile else "columns"                # the compiler makes these kernels, too
-    ends = 2 if not fused(local.config) else 0 if isinstance(m, DiTConfig) else 1       # branches' biases
+    own = "fused" if local.config.compile else "columns"                # the compiler fuses these kernels too
+    ends = 2 if not fused(local.config) else 0 if isinstance(m, DiTConfig) else 1       # biases at the end of the branches
     middle = 0 if local.config.kernels == "triton" and not swiglu else inner * (2 if swiglu else 1)
     sums: Moved = [(own, low * (qkv * (not local.packed) + middle + ends * rest))] if local.bias else []
     joined = 0 if local.packed else low * qkv
@@ -103,7 +104,7 @@ def backward_bytes(local: RankWorkload) -> Moved:
 
 
 def norm_bytes(local: RankWorkload, backward: bool) -> list[float]:
-    """What a residual sum with its norm moves, compiled. Backward a second kernel reads what the sums over tokens are of: the
+    """Bytes of each compiled kernel of a residual sum with its norm. In backward, a second kernel sums over tokens for the
     gradients of the norm's weights, or of DiT's gate, scale and shift."""
     low, stream, rest = local.low, local.stream, local.rest * local.m.dim
     if not backward:
@@ -112,8 +113,9 @@ def norm_bytes(local: RankWorkload, backward: bool) -> list[float]:
 
 
 def slow_norms(local: RankWorkload, backward: bool) -> float:
-    """By how many seconds the compiler's residual sums and norms of a block take longer than its other kernels would for as many
-    bytes. Of rows that fit badly it makes loops that read them twice. By hand they are as fast as the others."""
+    """The additional seconds of a block's compiled residual sums and norms, compared with other compiled kernels of equal bytes.
+
+    For some row widths the compiler generates loops that read rows twice. Triton kernels have no such penalty."""
     if not local.config.compile or fused(local.config):
         return 0.0
     sizes, m = norm_bytes(local, backward), local.m
@@ -122,10 +124,10 @@ def slow_norms(local: RankWorkload, backward: bool) -> float:
 
 
 def attention_time(local: RankWorkload) -> tuple[float, float, float, float, float]:
-    """(forward, backward) seconds of one block's attention, the same of cp's communication around it, and what of that is hidden.
+    """(forward, backward) seconds of one block's attention, (forward, backward) of cp communication, and its hidden seconds.
 
-    gather: keys and values of all ranks, their gradients scattered. ring: one piece after another, each sent beside the work on
-    the one before. all_to_all: queries, keys and values before, the answer after, backward too.
+    gather: all-gather keys and values, reduce-scatter their gradients. ring: send each piece of keys and values during the work
+    on the one before. all_to_all: exchange queries, keys and values before attention and the output after, in backward too.
     """
     m, p, c = local.m, local.p, local.config
     causal, width = isinstance(m, GPTConfig), m.dim // m.heads
@@ -139,7 +141,7 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
     if p.cp == 1:
         return attend(heads, T, T, causal, False), attend(heads, T, T, causal, True), 0.0, 0.0, 0.0
     group, here = local.groups["cp"], T / p.cp
-    shared = m.groups / m.heads if isinstance(m, GPTConfig) else 1.0    # keys' and values' heads for each of the queries'
+    shared = m.groups / m.heads if isinstance(m, GPTConfig) else 1.0    # key-value heads per query head
     queries = local.low * local.tokens * m.dim / p.tp                   # bytes
     pair = 2 * shared * queries
     if p.context == "all_to_all":
@@ -148,7 +150,7 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
         return (attend(heads / p.cp, T, T, causal, False), attend(heads / p.cp, T, T, causal, True), there + shuffled,
                 there + shuffled, 0.0)
     if p.context == "gather":
-        # a causal rank's two pieces see all keys up to their own: no fused kernel but flash has such a mask
+        # a causal rank's two pieces see all keys up to their own; of the fused kernels only flash has this mask
         by = "flash" if causal and backend in ("default", "cudnn") else backend
         times = [attend(heads, here, T / 2, False, back, by) if causal else attend(heads, here, T, False, back)
                  for back in (False, True)]
@@ -161,10 +163,10 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
 
 def ring_time(local: RankWorkload, attend: Callable[..., float], heads: float, here: float, causal: bool, queries: float,
               pair: float) -> tuple[float, float, float, float, float]:
-    """The same of a ring: cp rounds, in each of which the slower of work and messages counts.
+    """`attention_time` for a ring: in each of cp rounds, the slower of work and messages counts.
 
-    Causal rounds but the first are half of the square: half the keys or half the queries. Backward, gradients of keys and values
-    go round too, in 32 bits.
+    Causal rounds after the first compute half a square: half the keys or half the queries. In backward, the gradients of keys and
+    values travel round the ring too, in 32 bits.
     """
     p, wide = local.p, 4 / local.low
     turns = p.cp - 1
@@ -176,7 +178,7 @@ def ring_time(local: RankWorkload, attend: Callable[..., float], heads: float, h
         own, other = attend(heads, here, here, causal, back), attend(heads, here, here / (2 if causal else 1), False, back)
         message = pair * (1 + wide) if back else pair
         wire = collectives.CALL + group.ring / turns + message / group.bandwidth
-        merged = queries if not causal else 0.75 * queries              # rows that a round adds to, on average
+        merged = queries if not causal else 0.75 * queries              # average number of rows that a round adds to
         merge = local.seconds([("elementwise", merged * (2 + 6 * wide) if not back else (merged + message / 2) * (1 + 2 * wide))])
         out.append(own + turns * other)
         around.append(turns * (merge + max(0.0, wire - other) + BESIDE * min(wire, other)))
@@ -187,11 +189,11 @@ def ring_time(local: RankWorkload, attend: Callable[..., float], heads: float, h
 # ---- tp ----
 
 def tensor_time(local: RankWorkload, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """(forward, backward, hidden) seconds of tp's collectives around the four linears of a block.
+    """(forward, backward, hidden) seconds of the tp collectives around the four linears of a block.
 
-    Without sequence parallelism two all-reduces forward (16 bits) and two backward (in the norm's 32). With it a gather before a
-    column linear and a scatter after a row linear, backward the other way round; the same bytes. What column linears do backward
-    runs beside their matmuls.
+    Without sequence parallelism: two all-reduces forward (16 bits) and two backward (the norm's 32 bits). With it: an all-gather
+    before column linears and a reduce-scatter after row linears, reversed in backward; the bytes are equal. Overlap hides the
+    collectives of column linears in backward behind their matmuls.
     """
     p, group = local.p, local.groups["tp"]
     if p.tp == 1:
@@ -202,7 +204,7 @@ def tensor_time(local: RankWorkload, each: list[tuple[float, float, float, float
         copies = [local.seconds([("copy", 2 * size)]) for size in (low, wide)]
         return 2 * (collectives.all_reduce(low, group) + copies[0]), 2 * (collectives.all_reduce(wide, group) + copies[1]), 0.0
     if not local.p.overlapped:
-        copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp         # pieces of dim 1, put in order
+        copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp         # pieces of dim 1, reordered
         moves = [local.seconds([("shuffle", size)]) for size in copied]
         return (2 * (collectives.all_gather(wide, group) + collectives.reduce_scatter(low, group) + moves[0]),
                 2 * (collectives.reduce_scatter(wide, group) + collectives.all_gather(low, group) + moves[1]), 0.0)
@@ -212,12 +214,12 @@ def tensor_time(local: RankWorkload, each: list[tuple[float, float, float, float
     once, as_one = collectives.all_gather(low, group), padded or (overlapped_linear.small(local.micro, low)
                                                                   and not local.config.graphs)
     ordering = local.seconds([("copy", 2 * low)]) if as_one else 0.0
-    beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # x gathered again, dx scattered
+    beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # gather x again, scatter dx
     return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside
 
 
 def modulation_time(local: RankWorkload) -> tuple[float, float]:
-    """(forward, backward) seconds of gathering a DiT's modulation, few numbers, and of what its gradient needs."""
+    """(forward, backward) seconds of gathering a DiT's modulation, which is small, and of the collective for its gradient."""
     if local.p.tp == 1 or not isinstance(local.m, DiTConfig):
         return 0.0, 0.0
     group, condition = local.groups["tp"], local.low * local.micro * local.m.dim        # bytes
@@ -226,8 +228,8 @@ def modulation_time(local: RankWorkload) -> tuple[float, float]:
 
 
 def symmetric_time(local: RankWorkload, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """The same through each other's memory (`parallel/tensor_parallel/symmetric_memory.py`): ranks write what a ring would send,
-    and wait for all. A rank copies its own piece of what is gathered, and adds up pieces where they are scattered."""
+    """`tensor_time` through symmetric memory (`parallel/tensor_parallel/symmetric_memory.py`): ranks write what a ring would
+    send, then wait at a barrier. In a gather a rank copies its own piece; in a scatter it sums the pieces."""
     p, group = local.p, local.groups["tp"]
     whole = local.low * local.tokens * local.m.dim  # bytes
     piece = whole / p.tp
@@ -235,7 +237,7 @@ def symmetric_time(local: RankWorkload, each: list[tuple[float, float, float, fl
     gather = sent + local.seconds([("copy", 2 * piece)])
     added = local.seconds([("fused", (p.tp + 1) * piece)])
     shown = hidden = 0.0
-    for _, dx, dw, _ in each[0:3:2]:                # of column linears: x gathered again, dx scattered
+    for _, dx, dw, _ in each[0:3:2]:                # column linears: gather x again, scatter dx
         for long, under in ((gather, dx), (sent, dw)):
             covered = min(long, under)
             shown, hidden = shown + long - (1 - BESIDE) * covered, hidden + covered
@@ -245,7 +247,7 @@ def symmetric_time(local: RankWorkload, each: list[tuple[float, float, float, fl
 # ---- embedding, head and loss ----
 
 def ends_time(local: RankWorkload) -> list[dict[str, float]]:
-    """The parts of what comes before the blocks, and of what comes after them, for one micro-batch."""
+    """[parts before the blocks, parts after the blocks] for one micro-batch, as in `block_time`."""
     m, p, low, wide = local.m, local.p, local.low, local.wide
     n, rest = local.tokens * m.dim, local.rest * m.dim
     group = local.groups["tp"]
@@ -261,7 +263,7 @@ def ends_time(local: RankWorkload) -> list[dict[str, float]]:
     embed = part(matmul=(y, dw), memory=(local.seconds([("elementwise", values * (wide + low)), ("elementwise", rest * 3 * wide)])
                                          + cast, local.seconds([("columns", 2 * wide * rest)])))
     y, dx, dw, cast = linear_time(local, Linear("head.proj", m.dim, patch))
-    # fields cut into patches, input and target (read and written), and the loss: difference, its square and gradient
+    # patchify input and target (read and write), and the loss: difference, square and gradient
     loss = [("shuffle", 4 * wide * values), ("fused" if local.config.compile else "elementwise",
                                              values * (10 if local.config.compile else 30))]
     head = part(matmul=(y, dx + dw), memory=(local.seconds([("norm", 2 * wide * rest), *loss]) + cast,
@@ -270,10 +272,11 @@ def ends_time(local: RankWorkload) -> list[dict[str, float]]:
 
 
 def gpt_head(local: RankWorkload) -> dict[str, float]:
-    """The last norm, logits and loss. In chunks of the whole vocabulary each logit is read and its gradient written, once. Else
-    it is read and written several times around the softmax: by PyTorch's own kernels 2 bytes read and 4 written, then
-    exponentials, weights and the cast; compiled about once in each direction. Each chunk reads and writes the weight's
-    gradient."""
+    """The parts of the final norm, logits and loss.
+
+    The loss in chunks over the whole vocabulary reads each logit and writes its gradient once. Otherwise logits are read and
+    written several times around the softmax. Eager: 2 bytes read and 4 written, then exponentials, weights and cast. Compiled:
+    about once in each direction. Each chunk reads and writes the weight's gradient."""
     m, p, wide = local.m, local.p, local.wide
     assert isinstance(m, GPTConfig)
     group, rest, n = local.groups["tp"], local.rest * m.dim, local.tokens * m.dim
@@ -287,7 +290,7 @@ def gpt_head(local: RankWorkload) -> dict[str, float]:
         loss = [("fused", 2 * local.low * logits)]
     comm = comm_back = 0.0
     if p.tp > 1:
-        three = 2 * collectives.all_reduce(4 * local.tokens, group)           # the largest, and two sums of each token
+        three = 2 * collectives.all_reduce(4 * local.tokens, group)           # the maximum and two sums per token
         whole = collectives.all_gather(wide * n, group)
         comm, comm_back = three + (whole if p.sp else 0.0), whole if p.sp else collectives.all_reduce(wide * n, group)
     return part(matmul=(y, dx + dw), memory=(local.seconds([("norm", 2 * wide * rest), *loss, *sums]) + cast,
@@ -295,6 +298,6 @@ def gpt_head(local: RankWorkload) -> dict[str, float]:
 
 
 def part(**times: tuple[float, float]) -> dict[str, float]:
-    """Parts, each (forward, backward), as `block_time` gives them."""
+    """Turn parts, each (forward, backward) seconds, into the form of `block_time`."""
     return {**{name: sum(both) for name, both in times.items()}, "forward": sum(both[0] for both in times.values()),
             "backward": sum(both[1] for both in times.values())}

@@ -1,22 +1,22 @@
-"""How long a collective takes: its steps times the latency, plus the bytes that the busiest link carries over its bandwidth.
+"""Predict the time of a collective: number of steps times latency, plus bytes on the busiest link over its bandwidth.
 
-For n ranks of which each holds or makes `size` bytes in all (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
+For n ranks that each hold or produce `size` bytes in all (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
 communication operations in MPICH", sections 4.1 to 4.5):
 
                                   bytes through a link    steps
     all-reduce                       2(n-1)/n · size      2(n-1) of a ring, or 2·log2(n) of a tree
-    all-gather, reduce-scatter        (n-1)/n · size      n-1     size: of the whole, which each rank ends or begins with
-    all-to-all                        (n-1)/n · size              size: what one rank holds
+    all-gather, reduce-scatter        (n-1)/n · size      n-1     size: the full tensor, before or after
+    all-to-all                        (n-1)/n · size              size: the tensor of one rank
     send                                        size      1
 
-NCCL has trees for all-reduce alone: gathers and scatters, which are all that ZeRO-1 uses, go round a ring, n - N steps within N
-nodes and N - 1 between them (src/graph/tuning.cc). On thousands of GPUs these steps, not the bytes, are their time. (With one GPU
-a node newer versions may take another way, PAT; its latency, too, grows with the ranks, and it is not counted here.)
+NCCL uses trees only for all-reduce. The gathers and scatters of ZeRO-1 go round a ring: n - N steps within N nodes and N - 1
+between them (src/graph/tuning.cc). On thousands of GPUs these steps dominate, not the bytes. (With one GPU per node, newer
+versions may use PAT, whose latency also grows with the ranks. This model ignores it.)
 
-Which links a group uses follows from where its ranks lie. A ring that goes through nodes crosses each node's border once, and
-enters by one GPU and leaves by another: with g of the group's ranks in each node it has the network ports of g GPUs for itself.
-So the border is g times as wide as the network's bandwidth per GPU, and the ring is as fast as its narrowest link. Groups of 3 on
-nodes of 8 do not lie alike, some are cut by a border: the one that lies worst counts, since the others wait for it.
+The placement of a group's ranks decides which links it uses. A ring across nodes crosses each node's border once, entering by one
+GPU and leaving by another. With g ranks of the group on each node it has the network ports of g GPUs, so the border is g times as
+wide as the network bandwidth per GPU. The ring is as fast as its narrowest link. Groups of 3 on nodes of 8 differ: some cross a
+border. The slowest group counts, since the others wait for it.
 """
 
 import math
@@ -31,29 +31,29 @@ import numpy as np
 from course.planner.hardware import Hardware, Link
 from course.utils.errors import CourseError
 
-Curve = tuple[tuple[float, float], ...]              # measured: (bytes through a link, bytes/s), increasing
+Curve = tuple[tuple[float, float], ...]              # measured (bytes through a link, bytes/s), increasing
 
-# What large messages reach of a link's data sheet. All-reduce of 512 MB on 4 H200s: 347 of 450 GB/s of NVLink
-# (results/beginning_h200.json). Of a network the same is taken: protocol and the ends of a transfer cost there, too.
+# share of a link's nominal bandwidth that large messages reach: an all-reduce of 512 MB on 4 H200s, 347 of NVLink's 450 GB/s
+# (results/beginning_h200.json). The same share is assumed for networks, which have protocol overhead too
 REACHED = 0.78
-# Seconds from the call to the first byte, once for each collective: 1 MB among 2 and 4 H200s takes 28 and 25 us, of which 3 and 4
-# are its bytes and a tree's steps on NVLink 4 and 8 (the same file). NCCL's tuning model has 14 us (src/graph/tuning.cc, LL128).
+# seconds from the call to the first byte, once per collective. 1 MB among 2 and 4 H200s takes 28 and 25 us, of which its bytes
+# take 3 and 4 us, and the tree's steps on NVLink 4 and 8 (same file). NCCL's tuning model has 14 us (src/graph/tuning.cc, LL128)
 CALL = 15e-6
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: their number, and what joins them."""
+    """The number of ranks that communicate, and the links between them."""
 
     size: int
-    ring: float = 0.0                               # seconds of the latency of going once through all of them, one after another
-    tree: float = 0.0                               # the same from a tree's leaves to its root
-    bandwidth: float = math.inf                     # bytes/s of the narrowest link of their ring, large messages
-    apart: float = 0.0                              # seconds to exchange one byte with each other rank in turn, of all_to_all
+    ring: float = 0.0                               # latency in seconds of one pass through all ranks of a ring
+    tree: float = 0.0                               # latency in seconds from a tree's leaves to its root
+    bandwidth: float = math.inf                     # bytes/s of the ring's narrowest link, for large messages
+    apart: float = 0.0                              # seconds of all_to_all per byte for each other rank
     curve: Curve = ()
 
     def seconds(self, moved: float, latency: float) -> float:
-        """`moved` bytes through every link, and the latency of all steps."""
+        """Seconds for `moved` bytes through every link. latency: of all steps, in seconds."""
         if self.size == 1 or moved <= 0:
             return 0.0
         if self.curve:
@@ -62,44 +62,44 @@ class Group:
 
 
 def all_reduce(size: float, group: Group) -> float:
-    """Seconds of an all-reduce of `size` bytes, by a ring or a tree: NCCL takes what is faster, and both move as many bytes."""
+    """Seconds of an all-reduce of `size` bytes by ring or tree: NCCL picks the faster one, and both move equal bytes."""
     return group.seconds(2 * size * (group.size - 1) / group.size, 2 * min(group.ring, group.tree))
 
 
 def all_gather(size: float, group: Group) -> float:
-    """Seconds of an all-gather that ends with `size` bytes on each rank, by a ring."""
+    """Seconds of a ring all-gather that ends with `size` bytes on each rank."""
     return group.seconds(size * (group.size - 1) / group.size, group.ring)
 
 
 def reduce_scatter(size: float, group: Group) -> float:
-    """Seconds of a reduce-scatter of `size` bytes on each rank."""
+    """Seconds of a ring reduce-scatter that starts with `size` bytes on each rank."""
     return all_gather(size, group)
 
 
 def all_to_all(size: float, group: Group) -> float:
-    """Seconds of an exchange in which each rank holds `size` bytes and keeps one part in n; messages go side by side."""
+    """Seconds of an all-to-all in which each rank holds `size` bytes and keeps 1/n of them; messages overlap."""
     return 0.0 if group.size == 1 else CALL + group.tree + size / group.size * group.apart
 
 
 def send(size: float, link: Link) -> float:
-    """Seconds of one message from a rank to another."""
+    """Seconds of one message between two ranks."""
     return CALL + link.latency + size / (REACHED * link.bandwidth)
 
 
 def group_of(dims: Sequence[tuple[int, int]], hardware: Hardware, curves: tuple[tuple[int, Curve], ...] = (),
              world: int = 0) -> Group:
-    """The group of ranks along some axes, each (stride, size), innermost first, that lies worst of all such groups of a world.
+    """The slowest of all groups along some axes, each (stride, size), innermost first.
 
-    curves: measured ones by the number of ranks. world: how many ranks there are; 0: no more than the first group reaches over.
-    Raises `CourseError` where the hardware's links do not join all of a group.
+    curves: measured curves by number of ranks. world: the number of ranks; 0: those that the first group spans.
+    Raises `CourseError` if the hardware's links do not join all ranks of a group.
     """
     return joined(ranks_of(dims, world, hardware), hardware, curves)
 
 
 def ranks_of(dims: Sequence[tuple[int, int]], world: int, hardware: Hardware) -> Any:
-    """The ranks of every group along some axes, (groups, size), each row increasing; of groups that lie alike in nodes one."""
+    """The ranks of the groups along some axes, (groups, size), rows increasing. Only one of all groups with equal placement."""
     stride, size = dims[-1]
-    alike = math.lcm(stride * size, *(link.span for link in hardware.links if link.span))       # so many ranks on all is as here
+    alike = math.lcm(stride * size, *(link.span for link in hardware.links if link.span))       # placement repeats after these
     every = np.arange(min(world or stride * size, alike))
     first, others = np.ones(len(every), bool), np.zeros(1, int)
     for stride, size in dims:
@@ -109,8 +109,8 @@ def ranks_of(dims: Sequence[tuple[int, int]], world: int, hardware: Hardware) ->
 
 
 def joined(ranks: Any, hardware: Hardware, curves: tuple[tuple[int, Curve], ...] = ()) -> Group:
-    """What joins the ranks of groups, (groups, size): in each respect of the group that lies worst."""
-    total = apart = ranks.shape[1]                  # apart: nodes, leaves and so on that the links so far have not joined
+    """The `Group` for the ranks of several groups, (groups, size): the worst value of each field."""
+    total = apart = ranks.shape[1]                  # apart: parts (nodes, leaves ...) that the links so far do not join
     if total == 1:
         return Group(1)
     ring = tree = others = 0.0
@@ -124,7 +124,7 @@ def joined(ranks: Any, hardware: Hardware, curves: tuple[tuple[int, Curve], ...]
         tree += math.ceil(math.log2(apart / parts)) * link.latency
         narrowest = min(narrowest, inside * width)
         others += (reached - inside) / width
-        if link is hardware.links[0] and parts == 1 and curves:         # all on the innermost link, which was measured
+        if link is hardware.links[0] and parts == 1 and curves:         # all ranks on the innermost link, which was measured
             fewer = [curve for number, curve in curves if number <= total]
             return Group(total, ring, tree, narrowest, others, (fewer or [curves[0][1]])[-1])
         apart, inside = parts, reached
@@ -135,32 +135,32 @@ def joined(ranks: Any, hardware: Hardware, curves: tuple[tuple[int, Curve], ...]
 
 
 def nodes_of(ranks: Any, span: int) -> tuple[int, int]:
-    """(over how many nodes of `span` neighbouring ranks a group lies at most, how few of its ranks one of them holds at least).
+    """(the most nodes that a group spans, the fewest ranks of a group on one node). A node has `span` neighboring ranks.
 
-    ranks: (groups, size), each row increasing. span 0: everything is one node.
+    ranks: (groups, size), rows increasing. span 0: all ranks are on one node.
     """
     if not span:
         return 1, ranks.shape[1]
-    begins = np.diff(ranks // span, axis=1, prepend=-1) > 0             # where a row goes on to the next node
+    begins = np.diff(ranks // span, axis=1, prepend=-1) > 0             # where a row enters the next node
     return int(begins.sum(1).max()), int(np.diff(np.flatnonzero(begins), append=begins.size).min())
 
 
 @cache
 def share_node(dims: tuple[tuple[int, int], ...], hardware: Hardware, world: int) -> bool:
-    """Whether each group along some axes lies on one node, which the innermost link joins."""
+    """Whether each group along some axes is on one node, which the innermost link joins."""
     return nodes_of(ranks_of(dims, world, hardware), hardware.links[0].span)[0] == 1
 
 
 def send_along(size: float, stride: int, count: int, hardware: Hardware) -> float:
-    """Seconds of one message between neighbours of `count` ranks, each `stride` after the one before: the mean, since some of
-    them may be on different nodes and others not."""
+    """Mean seconds of one message between neighbors among `count` ranks, `stride` apart: some neighbors may be on different
+    nodes."""
     links = borders(stride, count, hardware)
     return sum(number * send(size, link) for link, number in links) / sum(number for _, number in links)
 
 
 @cache
 def borders(stride: int, count: int, hardware: Hardware) -> list[tuple[Link, int]]:
-    """How many neighbours of such ranks each link joins, the first of which is rank 0."""
+    """How many neighbors among these ranks, starting at rank 0, each link joins."""
     counts = dict.fromkeys(hardware.links, 0)
     for here in range(0, (count - 1) * stride, stride):
         joins = (link for link in hardware.links if not link.span or here // link.span == (here + stride) // link.span)
@@ -169,7 +169,7 @@ def borders(stride: int, count: int, hardware: Hardware) -> list[tuple[Link, int
 
 
 def strides(order: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """How far apart neighbours along each axis are: `order` names the axes slowest first (course/parallel/mesh.py)."""
+    """Axis -> distance between neighboring ranks. `order` names the axes slowest first (course/parallel/mesh.py)."""
     steps, stride = {}, 1
     for name in reversed(order.split("-")):
         steps[name] = stride
@@ -180,7 +180,7 @@ def strides(order: str, sizes: Mapping[str, int]) -> dict[str, int]:
 @cache
 def groups(order: str, pp: int, dp: int, cp: int, tp: int, hardware: Hardware,
            curves: tuple[tuple[int, Curve], ...] = ()) -> dict[str, Group]:
-    """The groups of a layout: tp, cp, dp_cp and all; ends: the first and the last rank of each pipeline."""
+    """The groups of a layout: tp, cp, dp_cp, all, and ends, which are the first and the last rank of a pipeline."""
     sizes, world = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}, pp * dp * cp * tp
     step = strides(order, sizes)
     axes = {"tp": ("tp",), "cp": ("cp",), "dp_cp": ("dp", "cp"), "all": ("pp", "dp", "cp", "tp")}
@@ -191,7 +191,7 @@ def groups(order: str, pp: int, dp: int, cp: int, tp: int, hardware: Hardware,
 
 
 def rate_at(curve: Curve, moved: float) -> float:
-    """bytes/s between measured points, linear in the logarithm of the bytes; beyond them the last; below, the same seconds."""
+    """bytes/s, linear in the logarithm of the bytes between measured points; above them constant; below, constant seconds."""
     if moved <= curve[0][0]:
         return curve[0][1] * moved / curve[0][0]
     at = bisect_right([x for x, _ in curve], moved)

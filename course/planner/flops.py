@@ -1,7 +1,7 @@
-"""How many floating-point operations a training step needs, how many it executes, and how many a device can do.
+"""Count the floating-point operations that a training step needs and executes, and look up a device's peak.
 
-`step` counts what the model needs, its matmuls forward and backward: of these MFU is made, so that nobody looks better by
-computing more. `executed` adds what a run computes again.
+`step` counts the model's matmuls, forward and backward. MFU uses this count, so that recomputation cannot improve it. `executed`
+adds what a run recomputes.
 """
 
 from typing import Literal
@@ -15,9 +15,9 @@ from course.planner import hardware
 
 
 def step(c: ModelConfig, samples: int) -> int:
-    """Model FLOPs of one training step, the matmuls of `samples` samples forward and backward.
+    """Model FLOPs of one training step: the matmuls of `samples` samples, forward and backward.
 
-    A matmul of (m, k) by (k, n) counts 2·m·k·n, and its backward twice that: one gradient for each of its inputs.
+    A matmul of (m, k) by (k, n) counts 2·m·k·n, and its backward twice that, once for the gradient of each input.
     """
     match c:
         case GPTConfig():
@@ -29,10 +29,10 @@ def step(c: ModelConfig, samples: int) -> int:
 
 
 def blocks(tokens: int, dim: int, hidden: int, depth: int) -> int:
-    """FLOPs of the transformer blocks, forward, for one sample: in each 2·T·D·(4·D + 2·M) for the linear maps and 4·T²·D
-    for attention, with M the width of the MLP.
+    """FLOPs of the transformer blocks, forward, for one sample: per block 2·T·D·(4·D + 2·M) for the linears and 4·T²·D for
+    attention, where M is the width of the MLP.
 
-    Causal attention counts whole, as in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B, although kernels skip half.
+    Causal attention counts in full, as in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B, although kernels skip half.
     """
     return depth * (2 * tokens * dim * (4 * dim + 2 * hidden) + 4 * tokens * tokens * dim)
 
@@ -40,29 +40,29 @@ def blocks(tokens: int, dim: int, hidden: int, depth: int) -> int:
 def vit_step(c: ViTConfig, samples: int) -> int:
     """Model FLOPs of one training step of the ViT: its matmuls, forward once and backward twice.
 
-    With T tokens, width D and patch values P = C·p², embedding and head have 2·T·P·D each. The embedding needs no gradient of
-    its input: its backward is one matmul, not two.
+    With T tokens, width D and P = C·p² values per patch, embedding and head take 2·T·P·D each. The input of the embedding needs
+    no gradient, so its backward is one matmul, not two.
     """
     edge = 2 * c.tokens * c.channels * c.patch**2 * c.dim
     return samples * (3 * forward_blocks(c) + 2 * edge + 3 * edge)
 
 
 def gpt_step(c: GPTConfig, samples: int) -> int:
-    """The same of GPT, samples of a whole context: the blocks and 2·T·D·V for the logits. Looking tokens up is no matmul."""
+    """Model FLOPs of one training step of a GPT on whole contexts: blocks, and 2·T·D·V for the logits. Lookup is free."""
     return samples * 3 * (forward_blocks(c) + 2 * c.context * c.dim * c.vocab)
 
 
 def dit_step(c: DiTConfig, samples: int) -> int:
-    """The same of DiT, the sum of `dit_parts`."""
+    """Model FLOPs of one training step of a DiT, the sum of `dit_parts`."""
     return samples * sum(dit_parts(c).values())
 
 
 def dit_parts(c: DiTConfig) -> dict[str, int]:
-    """Model FLOPs of one sample of DiT, forward and backward, part by part.
+    """Part -> model FLOPs of one DiT sample, forward and backward.
 
-    With T tokens, width D and M of the MLP. Of each token: the maps of attention and MLP, scores, patches in and out. Of each
-    sample, whatever T is: the maps of the condition. Patches and waves of the time need no gradient, so that the map behind
-    them has one matmul less.
+    T is the number of tokens, D the width, M the MLP's. The linears of attention and MLP, the scores and the patches count per
+    token; the linears of the condition count per sample. The first linears of patches and time need no input gradient, so they
+    have one matmul fewer.
     """
     T, D, M = c.tokens, c.dim, c.hidden
     patch = c.latent[0] * c.patch**2                                    # values of a patch
@@ -78,14 +78,14 @@ def dit_parts(c: DiTConfig) -> dict[str, int]:
 
 
 def source_terms(c: DiTConfig, last: Literal["h", "l"] = "h") -> dict[str, float]:
-    """The terms of a formula from notes on training DiT with Megatron-LM, part by part as in `dit_parts`; lesson 15 settles it.
+    """The terms of a formula from notes on training DiT with Megatron-LM, by part as in `dit_parts`; lesson 15 checks it.
 
-    Their sum times gbs·s·l·h² is meant to be the FLOPs of a step, with s tokens, l layers, width h, h2 of the MLP, patch p:
-    24 + 12·s/h + 12·h2/h + 36/s + (12 + 24·p²/h)/l + (512 + 2·h)/(s·h·l), where a second version has 2·l for 2·h.
+    Their sum times gbs·s·l·h² should be the FLOPs of a step, with s tokens, l layers, width h, MLP width h2 and patch size p:
+    24 + 12·s/h + 12·h2/h + 36/s + (12 + 24·p²/h)/l + (512 + 2·h)/(s·h·l). A second version has 2·l instead of 2·h.
 
-    2·h is right: it is a map of h·h. Both versions miss some: the head's modulation, 12/l, works once a sample, not once a
-    token, 12/(s·l); the map of patches in is missing, (4·C)·p²/(h·l) of C channels; 24·p² is right for C = 4 out; and the
-    condition's two maps are counted forward alone, 512 and 2·h for 1024 and 6·h.
+    2·h is right, since the linear is h x h. Both versions have errors. The head's modulation, 12/l, runs once per sample, not per
+    token: 12/(s·l). The linear of patches in, (4·C)·p²/(h·l) with C channels, is missing; 24·p² is right for C = 4 out. The
+    condition's two linears count forward only: 512 and 2·h instead of 1024 and 6·h.
     """
     s, layers, h, h2 = c.tokens, c.depth, c.dim, c.hidden
     return {"attention's maps": 24, "scores": 12 * s / h, "MLP": 12 * h2 / h, "modulation": 36 / s,
@@ -96,24 +96,24 @@ def source_terms(c: DiTConfig, last: Literal["h", "l"] = "h") -> dict[str, float
 def forward_blocks(c: ModelConfig) -> int:
     """FLOPs of all blocks, forward, for one sample.
 
-    GPT: a gated MLP has three maps of D·M, not two; keys and values have D·D·kv_heads / heads each. DiT: 2·D·6·D for the
-    modulation, once for a sample.
+    GPT: a gated MLP has three linears of D·M, not two; keys and values take D·D·kv_heads / heads each. DiT: 2·D·6·D for the
+    modulation, once per sample.
     """
     gates = 2 * c.tokens * c.dim * c.hidden if isinstance(c, GPTConfig) and c.mlp == "swiglu" else 0
-    shared = 2 * c.tokens * 2 * c.dim * (c.dim - c.groups * (c.dim // c.heads))     # heads that keys and values do not have
+    shared = 2 * c.tokens * 2 * c.dim * (c.dim - c.groups * (c.dim // c.heads))     # heads that keys and values lack
     conditions = 2 * c.dim * 6 * c.dim if isinstance(c, DiTConfig) else 0
     return blocks(c.tokens, c.dim, c.hidden, c.depth) + c.depth * (gates - shared + conditions)
 
 
 def executed(c: Config, samples: int) -> int:
-    """FLOPs of the matmuls that one training step really computes: those of `step`, and those done again.
+    """FLOPs of the matmuls that one training step executes: those of `step`, and recomputed ones.
 
-    - Fused attention keeps no scores: its backward computes queries times keys again, 2·T²·D in each block. Only
-      attention=math keeps them.
-    - train.recompute=full computes each block forward again, up to the last result that backward needs. `selective` keeps the
-      results of all matmuls, so that none is done again (those beside communication are: parallel.overlap).
+    - Fused attention keeps no scores: its backward recomputes queries times keys, 2·T²·D per block. Only attention=math keeps
+      them.
+    - train.recompute=full recomputes each block's forward pass, up to the last output that backward needs. `selective` keeps the
+      outputs of all matmuls, so none is recomputed (except those overlapped with communication: parallel.overlap).
 
-    The chunked loss computes nothing twice. Causal attention counts whole here too. Padding and idle ranks do not count.
+    The chunked loss recomputes nothing. Causal attention counts in full. Padding and idle ranks do not count.
     """
     m = c.model
     tokens = m.tokens
@@ -124,25 +124,25 @@ def executed(c: Config, samples: int) -> int:
 
 
 def spared(c: Config) -> int:
-    """FLOPs of one sample that train.recompute=full spares: the last map of each block, `mlp.down`, if nobody needs its result.
+    """FLOPs per sample that train.recompute=full saves: the last linear of each block, `mlp.down`, if backward does not need it.
 
-    Backward needs it where something is multiplied with it, DiT's gate or dropout's mask, and native FP8 asks for all that its
-    own function computes.
+    Backward needs its output where it is multiplied, by DiT's gate or a dropout mask. Native FP8 recomputes everything in its
+    autograd function.
     """
     m = c.model
     if isinstance(m, DiTConfig) or (c.precision == "fp8" and c.fp8.by == "native"):
         return 0
     if isinstance(m, GPTConfig):
         return 0 if m.dropout else m.depth * 2 * m.context * m.dim * m.hidden
-    without = 0 if m.dropout else m.depth if not m.drop_path else 1     # stochastic depth begins at the second block
+    without = 0 if m.dropout else m.depth if not m.drop_path else 1     # stochastic depth starts at the second block
     return without * 2 * m.tokens * m.dim * m.hidden
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """The device's peak in TFLOP/s at this precision, None where it is not known (CPUs, new GPUs)."""
+    """The device's peak in TFLOP/s at this precision; None if unknown (CPUs, new GPUs)."""
     if device.type != "cuda" or precision in ("fp32", "fp64"):
         return None
     known = hardware.of_device(torch.cuda.get_device_name(device))
-    # what a format does not have (V100's bf16) is counted by the other one of 16 bits
+    # where bf16 has no peak (V100), use that of fp16
     peak = known and (known.peaks.get(precision) or known.peaks.get("fp16" if precision == "bf16" else ""))
     return peak / 1e12 if peak else None

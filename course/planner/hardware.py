@@ -1,9 +1,9 @@
-"""What a GPU can do and how GPUs are joined, as data: presets with their sources in hardware.yaml, or a YAML file of your own.
+"""Describe GPUs and the links between them: presets with their sources in hardware.yaml, or a YAML file of your own.
 
     hardware = load("h100-80")
-    hardware = load("mine.yaml")         # `base: h100-80` and what differs
+    hardware = load("mine.yaml")         # `base: h100-80` and the differences
 
-Nothing here is measured on the machine that asks; see `course bench ceilings`, `kernels` and `host` for that.
+This module measures nothing; `course bench ceilings`, `kernels` and `host` do.
 """
 
 import math
@@ -18,23 +18,23 @@ from course.config.schema import build, merge, read_yaml
 from course.utils.errors import CourseError, did_you_mean
 
 PRESETS = Path(__file__).with_name("hardware.yaml")
-RESULTS = Path(__file__).parents[1] / "bench" / "results"          # recorded tables of kernels and hosts among them
-OPTIONAL = ("name", "table", "host", "storage", "capability")           # what a file of one's own may leave out
-SLOW = 0.1                                          # seconds: no step of a collective takes as long, not even around the world
+RESULTS = Path(__file__).parents[1] / "bench" / "results"          # with recorded tables of kernels and hosts
+OPTIONAL = ("name", "table", "host", "storage", "capability")           # keys that a YAML file may leave out
+SLOW = 0.1                                          # seconds, an upper limit for latency: longer than around the world
 FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0          # compute capabilities
 CHIPS = {AMPERE: "Ampere", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
-RECIPES = {"block": HOPPER, "mxfp8": BLACKWELL}     # Transformer Engine's that not all have that know FP8
+RECIPES = {"block": HOPPER, "mxfp8": BLACKWELL}     # Transformer Engine recipes that need more than FP8 support
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs on one level: NVLink in a node, then the network."""
+    """The link between GPUs on one level: NVLink in a node, then the network."""
 
     name: str
-    span: int                                       # GPUs that are joined, such as the 8 of a node; 0: any number
-    latency: float                                  # seconds of one step of a collective
-    bandwidth: float                                # bytes/s that one GPU sends, in one direction
+    span: int                                       # number of GPUs that it joins, such as 8 in a node; 0: any
+    latency: float                                  # seconds per step of a collective
+    bandwidth: float                                # bytes/s per GPU and direction
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,33 @@ class Hardware:
     """A GPU, its node and its network."""
 
     name: str
-    memory: float                                   # bytes of one GPU
-    bandwidth: float                                # bytes/s to and from its memory
-    peaks: dict[str, float] = field(hash=False)     # FLOP/s of its matmuls in each format, without sparsity
+    memory: float                                   # bytes per GPU
+    bandwidth: float                                # bytes/s of GPU memory
+    peaks: dict[str, float] = field(hash=False)     # format -> FLOP/s of matmuls, without sparsity
     links: tuple[Link, ...]                         # innermost first
-    table: str = ""  # kernels measured on it, a file of `course bench kernels`; "": see kernel_efficiency.py
-    host: str = ""                                  # what its host needs, a file of `course bench host`; "": as the H200's
-    storage: float = math.inf                       # bytes/s that a node reads of its files; without it: from the page cache
-    capability: float = math.inf                    # compute capability, such as 9.0 of Hopper; without it nothing is refused
+    table: str = ""                                 # measured kernels (`course bench kernels`); "": see kernel_efficiency.py
+    host: str = ""                                  # measured host overhead (`course bench host`); "": the H200's
+    storage: float = math.inf                       # bytes/s that a node reads from files; default: page cache
+    capability: float = math.inf                    # compute capability, such as 9.0 for Hopper; default: any
 
     def peak(self, precision: str) -> float:
-        """FLOP/s in a format. Raises `CourseError` if its tensor cores do not know it."""
+        """Peak FLOP/s in a format. Raises `CourseError` if the GPU does not support it."""
         if precision not in self.peaks:
             raise CourseError(f"{self.name} has no matmuls in {precision}: what it has is {', '.join(self.peaks)}")
         return self.peaks[precision]
 
     def room(self, free: float) -> float:
-        """Bytes of a GPU that a run may take which leaves a share of them free: a prediction may be off, and a run that lacks a
-        byte ends."""
+        """Bytes that a run may use on a GPU if a share `free` of the memory stays free, as a margin for wrong predictions."""
         return self.memory * (1 - free)
 
 
 def presets() -> list[str]:
-    """The names of the hardware that comes with the course."""
+    """The names of the course's hardware presets."""
     return sorted(_presets())
 
 
 def load(name: str) -> Hardware:
-    """A preset, or a YAML file of the user's, whose `base` may be one. Raises `CourseError` for what is unknown or wrong."""
+    """Load a preset, or a YAML file whose `base` may be one. Raises `CourseError` for unknown names and wrong values."""
     if not name.endswith((".yaml", ".yml")):
         return check(build(Hardware, {"name": name, **preset(name)}, f"hardware {name}"))
     path = Path(name)
@@ -98,12 +97,12 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain values of a YAML file."""
+    """Read the plain values of a YAML file."""
     return read_yaml(path, "`key: value` lines")
 
 
 def check(hardware: Hardware) -> Hardware:
-    """Refuse what cannot be computed with."""
+    """Raise `CourseError` for wrong or implausible values; returns the hardware."""
     h = hardware
     for name in h.peaks:
         if name not in FORMATS:
@@ -137,7 +136,7 @@ def check(hardware: Hardware) -> Hardware:
 
 
 def table_file(hardware: Hardware, file: str, kind: str) -> Path:
-    """A table of `course bench KIND` that a hardware names: a path of the user's, or of one of the course's results."""
+    """The path of a `course bench KIND` table: the user's file, or one of the course's. Raises `CourseError` if there is none."""
     for path in (Path(file), RESULTS / file):
         if path.exists():
             return path
@@ -146,10 +145,10 @@ def table_file(hardware: Hardware, file: str, kind: str) -> Path:
 
 
 def of_device(device: str) -> Hardware | None:
-    """The preset of a GPU by PyTorch's name for it, such as "NVIDIA H100 80GB HBM3"; None if there is none.
+    """The preset for PyTorch's name of a GPU, such as "NVIDIA H100 80GB HBM3"; None if there is none.
 
-    Where a chip comes with more or less memory the first is meant: they compute alike. H100s and H200s for PCIe do not, and
-    have no preset.
+    If presets differ only in memory, the first one counts: they compute alike. PCIe versions of H100 and H200 differ and have
+    no preset.
     """
     chips = {name.split("-")[0].upper(): name for name in reversed(list(_presets())) if name != "perlmutter"}
     words = device.replace("-", " ").upper().split()
@@ -164,11 +163,11 @@ def _presets() -> Mapping[str, dict[str, Any]]:
 
 
 def unsupported(c: Config, h: Hardware) -> str:
-    """Why a GPU does not do what a configuration asks for, in a sentence, as a run finds when it tries; "" if it does.
+    """A sentence that says why a GPU does not support a configuration, or "" if it does.
 
-    PyTorch's flash and cuDNN attention are for 16 bits, from compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
-    sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8.py, `check_*_support`).
-    Triton supports GPUs from 8.0 (its README, "Compatibility"): on older ones nobody tried.
+    PyTorch's flash and cuDNN attention need 16 bits and compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
+    sdp_utils.cpp). Transformer Engine's block scaling needs 9.0, and MX formats need 10.0 (its fp8.py, `check_*_support`).
+    Triton supports 8.0 and newer (its README, "Compatibility"); the course is not tested on older GPUs.
     """
     if c.attention in ("flash", "cudnn"):
         if c.precision in ("fp32", "tf32"):
@@ -185,6 +184,6 @@ def unsupported(c: Config, h: Hardware) -> str:
 
 
 def too_old(what: str, least: float, h: Hardware, instead: str) -> str:
-    """The sentence for a GPU that lacks something."""
+    """The error message for a GPU whose compute capability is too low."""
     return (f"{what} needs a GPU of compute capability {least:.1f} ({CHIPS[least]}) or more, and {h.name} has "
             f"{h.capability:.1f}: set {instead}")

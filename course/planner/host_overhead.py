@@ -1,12 +1,11 @@
-"""What the host needs for a training step: Python, autograd, torch.compile's guards, launches. The GPU may wait for it.
+"""Predict the host time of a training step: Python, autograd, torch.compile's guards, kernel launches. The GPU may wait for it.
 
-It is not computed but measured, by `course bench host` (bench/host_overhead_table.py): steps of models so small that nothing else
-counts, with few and many blocks, one and several micro-batches. A `Cost` is what fits them best. Each row of a table is such a
-cost, of a kind of model in a setting; what a configuration adds to its model's row is taken to be what the same setting added
-where it was measured.
+`course bench host` (bench/host_overhead_table.py) measures it, on models so small that the GPU waits for the host: with few and
+many blocks, one and several micro-batches. A `Cost` is the best fit. Each row of the table is the cost of a kind of model in a
+setting. A configuration's cost is its model's row plus what its settings added where they were measured.
 
-Hosts differ: two machines of one make by 1.6, and the same one from second to second by a fifth. So costs are in units of a small
-step of plain PyTorch, which is measured beside them: they hold for any host, and the unit tells how fast it is.
+Hosts differ: two machines of one model by a factor of 1.6, and one machine over time by 20%. So costs are in units of a small
+plain PyTorch step, measured at the same time. Costs then hold for any host, and the unit says how fast it is.
 """
 
 import json
@@ -23,15 +22,14 @@ from course.planner.hardware import RESULTS, Hardware, table_file
 from course.planner.parameter_memory import uneven
 from course.utils.errors import CourseError
 
-REFERENCE = "host_h200.json"                         # whose host stands for those that were not measured
+REFERENCE = "host_h200.json"                         # stands for hosts without a table
 PLAIN = ("none",)
 RECOMPUTE = (*PLAIN, "selective", "full")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the host does: once a step, for a micro-batch with no block, for a block of a micro-batch, for each bucket of
-    gradients but the first."""
+    """Host cost per step, per micro-batch without blocks, per block and micro-batch, and per gradient bucket after the first."""
 
     step: float = 0.0
     micro: float = 0.0
@@ -48,14 +46,13 @@ class Cost:
         return Cost(times * self.step, times * self.micro, times * self.block, times * self.bucket)
 
     def of(self, blocks: int, micros: int, buckets: int = 1) -> float:
-        """Of a step of so many blocks, micro-batches and buckets of gradients on a rank."""
+        """The cost of a step with so many blocks, micro-batches and gradient buckets on a rank."""
         return self.step + micros * (self.micro + blocks * self.block) + (buckets - 1) * self.bucket
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured beside a model's plain rows: on which kind of model, how it is set, with which recomputations uncompiled,
-    and with which compiled, if at all."""
+    """A measured setting: kind of model, overrides, and the values of train.recompute measured in eager and compiled mode."""
 
     kind: str
     overrides: tuple[str, ...]
@@ -81,28 +78,28 @@ SETTINGS = {
     "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=PLAIN, gpus=2)}
-STEP = ("dp", "zero", "pp")                          # are the same whatever runs the blocks
-FUSED = ("tf32", "rotary", "swiglu", "rms")          # are nothing more to launch for compiled blocks
-# where a setting was not measured with recomputation: its forward pass is half of what it adds, and is done again, or partly
+STEP = ("dp", "zero", "pp")                          # cost the same for eager and compiled blocks
+FUSED = ("tf32", "rotary", "swiglu", "rms")          # add no launches to compiled blocks
+# factors for a setting not measured with recomputation: half its cost is the forward pass, which runs again fully or in part
 AGAIN = {"none": 1.0, "selective": 1.25, "full": 1.5}
 
 
 def row_name(kind: str, setting: str, compiled: bool, recompute: str) -> str:
-    """What a row of the table is called: "gpt", "vit, fp8, compiled, full"."""
+    """The name of a row of the table, such as "gpt" or "vit, fp8, compiled, full"."""
     return ", ".join(word for word in (kind, setting, "compiled" * compiled, recompute * (recompute != "none")) if word)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A measured host: what steps cost, by `row_name`, in steps of `host_overhead_table.plain_step`; and the seconds of such a
-    step."""
+    """A measured host. rows: `row_name` -> cost in plain steps; plain_step: seconds of `host_overhead_table.plain_step`."""
 
     rows: Mapping[str, Cost]
     plain_step: float
 
     def seconds(self, config: Config, dp: int, blocks: int, micros: int, buckets: int = 1) -> float:
-        """Seconds of a step on a rank with so many blocks, micro-batches and buckets of gradients; dp: its data parallel ranks.
-        A graph needs none."""
+        """Host seconds of a step on a rank with so many blocks, micro-batches and gradient buckets; 0 for a CUDA graph.
+
+        dp: the number of data-parallel ranks."""
         if config.graphs:
             return 0.0
         compiled, recompute = config.compile, config.train.recompute
@@ -112,7 +109,7 @@ class Host:
         return max(0.0, self.plain_step * cost.of(blocks, micros, buckets))
 
     def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
-        """What a setting adds to a step; where it was not measured compiled or with this recomputation, what it adds without."""
+        """What a setting adds to a step. If not measured compiled or with this recomputation: what it adds without."""
         if compiled and name in FUSED:
             return Cost()
         kind = SETTINGS[name].kind
@@ -123,10 +120,10 @@ class Host:
 
 
 def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
-    """The settings of a configuration beyond its model's plain row, and how many times each counts.
+    """Yield (setting, factor) for the settings that a configuration adds to its model's plain row.
 
-    Context parallel rows have averaged gradients, too, as "dp" has; a ring has cp - 1 rounds where it was measured with one, and
-    symmetric memory a copy for each of tp ranks. Interleaved, a micro-batch is sent on for every chunk.
+    Context-parallel rows include gradient averaging, as "dp" does, so it is subtracted. A ring has cp - 1 rounds and was measured
+    with one. Symmetric memory makes one copy per tp rank. The interleaved schedule sends a micro-batch once per chunk.
     """
     m, p = config.model, config.parallel
     if config.precision in ("fp8", "tf32"):
@@ -152,21 +149,21 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
 
 @cache
 def host_of(hardware: Hardware) -> Host:
-    """The host of some hardware: as measured on it, or else like the H200's."""
+    """The host of some hardware: its own table, or the H200's."""
     reference = read(RESULTS / REFERENCE)
     if not hardware.host:
         return reference
     own = read(table_file(hardware, hardware.host, "host"))
-    return Host({**reference.rows, **own.rows}, own.plain_step)          # one GPU measures no layouts
+    return Host({**reference.rows, **own.rows}, own.plain_step)          # a table from one GPU has no parallel rows
 
 
 def source(hardware: Hardware) -> str:
-    """Where `host_of` has its costs from, in words."""
+    """Describe the source of `host_of`."""
     return f"a host measured there ({hardware.host})" if hardware.host else f"a host like the H200s' ({REFERENCE})"
 
 
 def read(path: Path) -> Host:
-    """A table of `course bench host`; rows that could not be measured are left out."""
+    """Read a table of `course bench host`, without the rows that failed. Raises `CourseError` if it is something else."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         rows = {str(name): Cost(*map(float, cost)) for name, cost in table["host"].items() if isinstance(cost, list)}
@@ -174,6 +171,6 @@ def read(path: Path) -> Host:
         if not 0 < plain_step < math.inf or not all(math.isfinite(cost.of(1, 1, 2)) for cost in rows.values()):
             raise ValueError("a plain step takes more than 0, and every cost is a number")
         return Host(rows, plain_step)
-    except Exception as error:                       # whatever a damaged or foreign file makes of it
+    except Exception as error:                       # a damaged or foreign file may raise anything
         raise CourseError(f"{path} is no table of the host ({type(error).__name__}: {error}): make one with `course bench host "
                           "--out FILE`") from error

@@ -1,4 +1,4 @@
-"""Why a model has no layout on so many GPUs, or not this one: what a search says that finds too little."""
+"""Explain why a search finds no layout, or why a layout does not fit."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimi
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Layouts that do not fit, by their tightest variant."""
+    """A layout that does not fit, with the needs of its smallest variant."""
 
-    sizes: dict[str, int]                           # pp, dp, cp and tp
-    needs: int                                      # bytes
-    term: str                                       # the largest part of them
-    bytes: int                                      # that part
+    sizes: dict[str, int]                           # axis -> ranks
+    needs: int                                      # bytes in all
+    term: str                                       # name of the largest part
+    bytes: int                                      # of that part
 
 
 def too_large(asked: SearchRequest, start: Config) -> TooLarge:
-    """What a layout that does not fit needs at least, and of which the most."""
+    """The least memory that a layout needs, and its largest part."""
     config, needs = min(((one, memory.predict(one)) for one in least_memory_variants(asked, start)),
                         key=lambda variant: variant[1].total)
     term = max(TERMS, key=lambda name: getattr(needs, name))
@@ -33,7 +33,7 @@ def too_large(asked: SearchRequest, start: Config) -> TooLarge:
 
 
 def no_layout(asked: SearchRequest, refused: dict[str, int]) -> str:
-    """The sentence for a request of which no layout divides what it has to."""
+    """The error message if no layout divides model, batch and GPUs."""
     p = asked.config.parallel
     fixed = {axis: getattr(p, axis) for axis in AXES if f"parallel.{axis}" in asked.fixed and getattr(p, axis)}
     gpus = math.prod(fixed.values())
@@ -48,13 +48,13 @@ def no_layout(asked: SearchRequest, refused: dict[str, int]) -> str:
 
 
 def nothing_fits(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
-    """The sentence for a model that fits no layout: what the nearest one needs."""
+    """The error message if no layout fits the memory."""
     return (f"no layout fits {asked.gpus} x {asked.machine.name}: {nearest(asked, misfits)}: take more or larger GPUs, or a "
             "smaller model")
 
 
 def nearest(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
-    """What the layout needs that comes nearest to fitting."""
+    """Describe what the layout nearest to fitting needs."""
     near = min(misfits, key=lambda layout: layout.needs)
     words = " ".join(f"{axis}={size}" for axis, size in near.sizes.items() if size > 1) or "one GPU"
     less = f" ({asked.machine.memory / 1e9:.0f} less the {asked.free:.0%} that --free keeps)" if asked.free else ""

@@ -1,11 +1,11 @@
-"""How long the kernels of a training step take on a GPU: from a measured table, or from a roofline where there is none.
+"""Predict the time of the kernels of a training step on a GPU, from a measured table or from a roofline.
 
-A table is a file of `course bench kernels` (course/bench/kernel_table.py): seconds on grids of shapes. Here they are turned into
-*efficiencies*, FLOP/s over the peak or bytes/s over the memory's bandwidth, which change slowly from point to point. Between
-points efficiency is linear in the logarithm of each size; beyond the grid's border it is that of the border.
+A table is a file of `course bench kernels` (course/bench/kernel_table.py): seconds on grids of shapes. This module converts them
+to *efficiencies*, FLOP/s over the peak or bytes/s over the memory bandwidth, which vary slowly between points. Efficiency is
+interpolated linearly in the logarithm of each size, and constant beyond the grid.
 
-Hardware without a table of its own gets the efficiencies of the H200's, times its own peaks and bandwidth: what matters to a
-kernel scales with them roughly, within a generation of GPUs well. Where there is no table at all, `RULES` hold.
+Hardware without its own table uses the H200's efficiencies with its own peaks and bandwidth. Kernels scale with these roughly,
+and well within a generation of GPUs. Without any table, the constants below apply.
 """
 
 import json
@@ -22,21 +22,20 @@ from course.planner.collectives import Curve
 from course.planner.hardware import RESULTS, Hardware, load, table_file
 from course.utils.errors import CourseError
 
-REFERENCE = ("h200", "kernels_h200.json")            # whose table stands for hardware that has none
+REFERENCE = ("h200", "kernels_h200.json")            # stands for hardware without a table
 
-# Seconds that any kernel takes, however little it does: 734 kernels of a graph took 3.3 ms (results/vit_h200.json, "one sample:
-# compiled, in a graph"), most of them with next to nothing to do.
+# minimum seconds of a kernel: 734 mostly tiny kernels of a graph took 3.3 ms (results/vit_h200.json, "one sample: compiled, in a
+# graph")
 LEAST = 3e-6
 
-# Efficiencies without a table, of an H200. Matmuls: sustained rates of layers of width 4096 in results/fp8_h200.json (bf16 660
-# to 690 of 989 TFLOP/s, FP8 1240 to 1310 of 1979; in short runs, before the clock falls, 750 to 800: beginning_h200.json) and
-# squares in results/ceilings_h200.json (TF32 332 of 495, fp32 51 of 67). Operands that nothing reuses are bound by the memory's
-# copy rate.
+# Efficiencies of an H200, used without a table. Matmuls: sustained rates of layers of width 4096 in results/fp8_h200.json (bf16
+# 660 to 690 of 989 TFLOP/s, FP8 1240 to 1310 of 1979; short runs before the clock falls reach 750 to 800, beginning_h200.json);
+# squares in results/ceilings_h200.json (TF32 332 of 495, fp32 51 of 67). Operands without reuse are bound by the copy rate.
 MATMUL = {"bf16": 0.68, "fp16": 0.68, "fp8": 0.64, "tf32": 0.67, "fp32": 0.76}
-# Kernels that are bound by memory, bytes/s over the data sheet's: copies 4.26 of 4.8 TB/s (ceilings_h200.json), the others by
-# kernel in results/profile_h200.json of 64,800 tokens of width 384 (bytes from the shapes):
-#   fused        compiled: GELU forward 2.6 TB/s, backward 2.9, LayerNorm with its sums 2.5 to 3
-#   elementwise  PyTorch's own: sums of two formats, 2.4 TB/s
+# Memory-bound kernels, bytes/s over the nominal bandwidth: copies 4.26 of 4.8 TB/s (ceilings_h200.json), the others from kernels
+# in results/profile_h200.json, 64,800 tokens of width 384 (bytes follow from the shapes):
+#   fused        compiled: GELU forward 2.6 TB/s, backward 2.9, LayerNorm with sums 2.5 to 3
+#   elementwise  PyTorch: sums of two formats, 2.4 TB/s
 #   norm         LayerNorm forward 1.5 TB/s; norm_back: gradient of its input; columns: sums over tokens, for the gradients of
 #                biases and of norms' weights, 0.9 and 1.6 TB/s
 #   shuffle      concatenation and transposition, 1.0 to 1.3 TB/s
@@ -44,17 +43,16 @@ MATMUL = {"bf16": 0.68, "fp16": 0.68, "fp8": 0.64, "tf32": 0.67, "fp32": 0.76}
 #   cast         FP8's cast into both memory orders, 3.5 TB/s (fp8_h200.json)
 MEMORY = {"copy": 0.88, "fused": 0.55, "elementwise": 0.50, "norm": 0.31, "norm_back": 0.40, "columns": 0.25, "shuffle": 0.25,
           "adam": 0.62, "cast": 0.75}
-# Attention in 16 bits by cuDNN. A score costs the products of its head's numbers, padded to a multiple of 64, and an
-# exponential, which does not shrink with them. In results/beginning_h200.json: 560 TFLOP/s at head_dim 128 and 16,384 tokens or
-# more, 411 at 64 (308 at 48, which is padded to it). Causal attention computes whole blocks on the diagonal: 512 / tokens more
-# time (274, 444 and 549 TFLOP/s at 1024, 2048 and 32,768 tokens).
-EXPONENTIAL = 92.0                                   # numbers of a head that one exponential costs as much as
-ATTENTION = 0.97                                     # of the peak, before exponentials
+# Attention in 16 bits by cuDNN. A score costs head_dim products, padded to a multiple of 64, and one exponential. Recorded in
+# results/beginning_h200.json: 560 TFLOP/s at head_dim 128 and 16,384 tokens or more, 411 at 64 (308 at 48, padded to 64). Causal
+# attention computes whole blocks on the diagonal: 512 / tokens more time (274, 444, 549 TFLOP/s at 1024, 2048, 32,768 tokens).
+EXPONENTIAL = 92.0                                   # cost of one exponential, in numbers of a head
+ATTENTION = 0.97                                     # of the peak, without exponentials
 DIAGONAL = 512
-# Other backends, times cuDNN's speed (beginning_h200.json, attention of six shapes: 0.58 to 0.72 and 0.27 to 0.35). PyTorch's
-# flash attention is made for Ampere: there it counts as cuDNN does on Hopper.
+# Speed of other backends over cuDNN's (beginning_h200.json, six shapes: 0.58 to 0.72 and 0.27 to 0.35). PyTorch's flash attention
+# is written for Ampere: there it counts as cuDNN does on Hopper.
 BACKENDS = {"default": 1.0, "cudnn": 1.0, "triton": 1.0, "flash": 0.61, "efficient": 0.28}
-# Batches of matmuls with a head's width as one side, over the peak: taken to reach half of what large ones do.
+# batched matmuls with head_dim as one side, over the peak: assumed half of large matmuls
 UNFUSED = 0.35
 # float32 attention is PyTorch's memory-efficient kernel: 26 TFLOP/s of TF32's 495 (profile_h200.json, 16 samples, tf32).
 ATTENTION32 = 0.053
@@ -62,23 +60,23 @@ ATTENTION32 = 0.053
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers on a grid of sizes. axes: the sizes of each dim, increasing; values: row after row, the last dim fastest."""
+    """Values on a grid of sizes. axes: the sizes of each dim, increasing; values: flattened, the last dim fastest."""
 
     axes: tuple[tuple[float, ...], ...]
     values: tuple[float, ...]
-    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False, repr=False)      # what was asked for
+    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False, repr=False)      # cache of `at`
 
     def at(self, point: tuple[float, ...]) -> float:
-        """The value at a point: multilinear in the logarithms, and beyond the border that of the border.
+        """The value at a point: multilinear in the logarithms, constant beyond the grid.
 
-        A planner asks for two thousand points half a million times, so each is computed once.
+        Cached: a search asks half a million times for two thousand points.
         """
         if point not in self.known:
             self.known[point] = self.between(point)
         return self.known[point]
 
     def between(self, point: tuple[float, ...]) -> float:
-        """`at`, computed."""
+        """Interpolate the value at a point."""
         corners = [(0, 1.0)]                        # (index, weight), dim after dim
         for axis, x in zip(self.axes, point, strict=True):
             low, share = place(axis, x)
@@ -88,7 +86,7 @@ class Grid:
 
 
 def place(axis: Sequence[float], x: float) -> tuple[int, float]:
-    """Between which points of an axis a size lies: the lower one's index, and how far it is to the next, from 0 to 1."""
+    """(index of the axis point at or below a size, fraction of the way to the next point), in logarithms."""
     if x <= axis[0]:
         return 0, 0.0
     at = bisect_right(axis, x) - 1
@@ -97,22 +95,22 @@ def place(axis: Sequence[float], x: float) -> tuple[int, float]:
     return at, math.log(x / axis[at]) / math.log(axis[at + 1] / axis[at])
 
 
-# What a table with compiled norms has of them (kernel_table.norm_grids).
+# grids of compiled norms in a table (kernel_table.norm_grids)
 NORMS = ("forward", "backward", "forward ada", "backward ada")
-# And of attention, PyTorch's and in Triton.
+# grids of attention, PyTorch's and in Triton
 ATTENTION_GRIDS = ("forward", "backward", "forward causal", "backward causal")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a GPU: methods give seconds. grids: efficiencies by the kind of kernel; curves: of collectives."""
+    """The kernels of a GPU; methods return seconds. grids: kind of kernel -> efficiencies; curves: measured all-reduces."""
 
     hardware: Hardware
     grids: Mapping[str, Grid]
     curves: tuple[tuple[int, Curve], ...] = ()
 
     def matmul(self, m: float, k: float, n: float, precision: str) -> float:
-        """Seconds of (m, k) @ (k, n): 2·m·k·n FLOPs over peak and efficiency, or its bytes over the memory's bandwidth."""
+        """Seconds of (m, k) @ (k, n): 2·m·k·n FLOPs over peak and efficiency, or its bytes over the copy rate if longer."""
         peak = self.hardware.peak(precision)
         grid = self.grids.get(f"matmul {precision}") or self.grids.get(f"matmul {SAME.get(precision)}")
         share = grid.at((m, k, n)) if grid else MATMUL[precision]
@@ -122,11 +120,11 @@ class Kernels:
 
     def attention(self, heads: float, queries: float, keys: float, width: float, causal: bool, precision: str,
                   backend: str = "default", backward: bool = False) -> float:
-        """Seconds of attention in which each of `heads` (batch x heads) has so many queries and keys of `width` numbers.
+        """Seconds of attention with `heads` = batch x heads and so many queries and keys of `width` numbers.
 
-        4·queries·keys·width FLOPs forward, 10 backward (scores are computed again); half of them if causal. Backends that keep
-        the scores compute all of them, 8 backward: "math", PyTorch's own, in 32 bits; "unfused", matmuls in 16 bits around a
-        softmax kernel, as Megatron-LM had it.
+        FLOPs per head: 4·queries·keys·width forward, 10 backward (scores are recomputed), half of these if causal. Backends that
+        keep the scores always compute all of them, and take 8 backward. These are "math", PyTorch's in 32 bits, and "unfused",
+        16-bit matmuls around a softmax kernel, as in Megatron-LM of 2021.
         """
         if backend in ("math", "unfused"):
             kind = ("tf32" if "tf32" in self.hardware.peaks else "fp32") if backend == "math" else precision
@@ -148,13 +146,14 @@ class Kernels:
         return max(work / (share * slower * self.hardware.peak(precision)), LEAST)
 
     def scores(self, size: float, backward: bool) -> float:
-        """Seconds for what unfused attention does with so many bytes of scores: a matmul writes them, mask and softmax each read
-        and write them, a matmul reads them; backward a gradient is written, turned into another and read twice, the weights read
-        twice."""
+        """Seconds in which unfused attention moves `size` bytes of scores 6 times forward, 7 times backward.
+
+        Forward: a matmul writes them, mask and softmax each read and write them, a matmul reads them. Backward: the gradient is
+        written, transformed and read twice, and the softmax output is read twice."""
         return self.memory("elementwise", size * (7 if backward else 6))
 
     def memory(self, kind: str, size: float) -> float:
-        """Seconds of a kernel that is bound by moving `size` bytes, reads and writes together."""
+        """Seconds of a memory-bound kernel that reads and writes `size` bytes in all."""
         if size <= 0:
             return 0.0
         grid = self.grids.get(kind)
@@ -163,11 +162,10 @@ class Kernels:
         return LEAST + size / (MEMORY[kind] * self.hardware.bandwidth)
 
     def norm(self, sizes: Sequence[float], width: float, ada: bool, backward: bool) -> float:
-        """Seconds of a compiled residual sum and norm over rows of `width` numbers, which moves so many bytes by each kernel that
-        it could be made of. ada: with DiT's gate, scale and shift.
+        """Seconds of a compiled residual sum and norm over rows of `width` numbers. ada: with DiT's gate, scale and shift.
 
-        As measured, by all the bytes and the width; else, and where there are fewer bytes than were measured, these kernels, one
-        after another, at the rate of other compiled ones.
+        sizes: bytes of each kernel. The measured grid takes their sum and the width. Without a grid, or below its smallest size,
+        the kernels run one after another at the rate of other compiled kernels.
         """
         grid = self.grids.get(f"norms {'backward' if backward else 'forward'}{' ada' * ada}")
         size = sum(sizes)
@@ -177,11 +175,11 @@ class Kernels:
 
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-SAME = {"fp16": "bf16"}                              # formats of one speed, of which one is measured
+SAME = {"fp16": "bf16"}                              # formats of equal speed: use the other one's table
 
 
 def attention_share(tokens: float, width: float, causal: bool) -> float:
-    """FLOP/s over the peak of fused 16-bit attention, without a table; FLOPs of the numbers that a head has, not of padding."""
+    """Efficiency of fused 16-bit attention without a table. FLOPs count without padding."""
     padded = 64 * math.ceil(width / 64)
     share = ATTENTION * width / (padded + EXPONENTIAL)
     return share / (1 + (DIAGONAL if causal else 90) / tokens)
@@ -189,7 +187,7 @@ def attention_share(tokens: float, width: float, causal: bool) -> float:
 
 @cache
 def kernels_of(hardware: Hardware) -> Kernels:
-    """The kernels of some hardware: by its own table, by the H200's, or by the rules."""
+    """The kernels of some hardware: from its own table, the H200's, or the constants of this module."""
     if hardware.table:
         return read(table_file(hardware, hardware.table, "kernels"), hardware, hardware)
     name, file = REFERENCE
@@ -199,7 +197,7 @@ def kernels_of(hardware: Hardware) -> Kernels:
 
 
 def source(hardware: Hardware) -> str:
-    """Where `kernels_of` has its rates from, in words."""
+    """Describe the source of `kernels_of`."""
     name, file = REFERENCE
     if hardware.table:
         return f"kernels measured on it ({hardware.table})"
@@ -210,16 +208,16 @@ def source(hardware: Hardware) -> str:
 
 
 def read(path: Path, measured: Hardware, hardware: Hardware) -> Kernels:
-    """A file of `course bench kernels`, see `from_table`. Raises `CourseError` if it is something else."""
+    """Read a table of `course bench kernels` (`from_table`). Raises `CourseError` if it is something else."""
     try:
         return from_table(json.loads(path.read_text(encoding="utf-8")), measured, hardware)
-    except Exception as error:                       # whatever a damaged or foreign file makes of it
+    except Exception as error:                       # a damaged or foreign file may raise anything
         raise CourseError(f"{path} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
                           "--out FILE`") from error
 
 
 def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware) -> Kernels:
-    """Efficiencies of a table measured on some hardware, for the same or another."""
+    """Convert a table measured on one hardware to efficiencies, for the same or other hardware."""
     grids: dict[str, Grid] = {}
     for precision, grid in table["matmul"].items():
         if precision in measured.peaks:
@@ -237,7 +235,7 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
     scale = hardware.links[0].bandwidth / measured.links[0].bandwidth
     curves = []
     for ranks, points in sorted((int(ranks), points) for ranks, points in table.get("all_reduce", {}).items()):
-        share = 2 * (1 - 1 / ranks)                  # of its bytes that each rank sends
+        share = 2 * (1 - 1 / ranks)                  # of the bytes, sent by each rank
         sizes, seconds = axis_of(size for size, _ in points), above_0(taken for _, taken in points)
         sent = [share * size for size in sizes]
         curves.append((ranks, tuple((size, scale * size / taken) for size, taken in zip(sent, seconds, strict=True))))
@@ -245,19 +243,19 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
 
 
 def matmul_flops(m: float, k: float, n: float) -> float:
-    """(m, k) x (k, n): 2·m·k·n, a multiplication and an addition each."""
+    """FLOPs of (m, k) x (k, n): 2·m·k·n, since a multiplication and an addition count as two."""
     return 2 * m * k * n
 
 
 def efficiencies(grid: Mapping[str, Any], work: Any, peak: float) -> Grid:
-    """Work per second over the peak, at each point of a measured grid {axes, seconds}."""
+    """Work per second over the peak, at each point of a measured grid {axes, seconds}. work: sizes -> FLOPs or bytes."""
     axes = tuple(axis_of(axis) for axis in grid["axes"])
     points = zip(product(*axes), above_0(grid["seconds"]), strict=True)
     return Grid(axes, tuple(work(*point) / seconds / peak for point, seconds in points))
 
 
 def axis_of(sizes: Iterable[float]) -> tuple[float, ...]:
-    """Sizes as they must be: one at least, and each larger than the one before."""
+    """The sizes as an axis. Raises `ValueError` if they are empty or not increasing."""
     axis = above_0(sizes)
     if not axis or list(axis) != sorted(set(axis)):
         raise ValueError(f"sizes must grow, unlike {axis}")
@@ -265,7 +263,7 @@ def axis_of(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def above_0(numbers: Iterable[float]) -> tuple[float, ...]:
-    """Numbers as they must be, sizes as well as seconds."""
+    """The numbers as floats. Raises `ValueError` if one is not positive and finite."""
     values = tuple(float(number) for number in numbers)
     if not all(0 < number < math.inf for number in values):
         raise ValueError("sizes and seconds must be above 0")

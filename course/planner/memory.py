@@ -1,30 +1,31 @@
-"""How many bytes a training step needs on the fullest rank, predicted from the configuration alone.
+"""Predict the memory of a training step on the fullest rank, from the configuration alone.
 
-`predict(config)` adds up what is alive at each moment at which a step can be at its fullest, and takes the largest:
+`predict(config)` adds up the live tensors at each moment at which memory can peak, and takes the largest sum:
 
-    first        before there are optimizer states. In its first step FP8 with delayed scales multiplies in 16 bits; and the
-                 stages of a pipeline get to know each other by more forward passes than will ever wait (`Pipeline._agree`)
-    loss         the last micro-batch's forward pass is done: all that backward needs is there, and the head at work
-    backward     the last block's backward pass: the head's is done, and what one block computes on the way is there
-    end          the first block's: all gradients are there, and hardly any activations
+    first        the first step, before optimizer states exist. FP8 with delayed scales multiplies in 16 bits in this step, and
+                 pipeline stages run a rehearsal with more forward passes in flight than later (`Pipeline._agree`)
+    loss         the last micro-batch's forward pass is done: all saved activations are alive, and the head is at work
+    backward     the last block's backward pass: the head's is done, and one block's temporaries are alive
+    end          the first block's backward pass: all gradients are alive, and few activations
     optimizer    gradients and states, no activations
 
-It counts what `torch.cuda.max_memory_allocated` counts, from the start of the process. Every term is a function of its own, in
+The sum counts what `torch.cuda.max_memory_allocated` counts, from the start of the process. Each term has its own function, in
 `parameter_memory.py` or `activation_memory.py`.
 
-Units. n = B·T tokens of a micro-batch that a rank multiplies, s those of its norms and sums (with sequence parallelism s = n/tp,
-else s = n), D the width, M the MLP's, both over tp where tp cuts. Bytes a number: `low` of the matmuls, `stream` of what flows
-between blocks. A reader can check a block by counting tensors of n·D numbers: in 16 bits, without parallelism, a GELU block keeps
+Units: a rank's matmuls see n = B·T tokens of a micro-batch; its norms and sums see s (s = n/tp with sequence parallelism, else
+s = n). D is the model's width and M the MLP's, both divided by tp where tp splits them. `low` is the matmuls' bytes per number,
+`stream` those of the residual stream. To check a block, count its saved tensors in units of 2·n·D bytes: in 16 bits, without
+parallelism, a GELU block keeps
 
-    eager                18        two inputs of norms, in float32: 2·2; what norms put out: 2; queries, keys, values: 3;
-                                   attention's answer: 1; hidden units before and after GELU: 8
-    compiled             17, 16    wide, narrow stream: the second norm's input is not kept but computed again, as the first plus
-                                   what attention's branch added; the latter is kept instead, in 16 bits
-    compiled, selective  11, 10    neither norms' results nor GELU's
+    eager                18        two norm inputs in float32: 2·2; norm outputs: 2; queries, keys, values: 3;
+                                   attention output: 1; hidden units before and after GELU: 8
+    compiled             17, 16    wide, narrow stream: backward recomputes the second norm's input as the first plus
+                                   the output of attention's branch, which is kept in 16 bits
+    compiled, selective  11, 10    neither norm outputs nor GELU's
     full                 2, 1      the block's input
 
-and some statistics. The way to count is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, where a block keeps
-34·n·D bytes with dropout; what is kept here is what this library's blocks keep, as the tests see it.
+and some statistics. The method follows Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, where a block keeps 34·n·D bytes
+with dropout. The terms here are what this library's blocks keep, and tests measure them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,10 +38,10 @@ from course.planner import activation_memory, parameter_memory
 from course.planner.parameter_memory import Rank
 
 MIB = 2**20
-# cuBLAS's workspace, from PyTorch's allocator: its default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
+# cuBLAS workspace, in PyTorch's allocator: the default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
 CUBLAS = 32 * MIB
-# Not predictions but a margin, a rule of thumb that nothing here has measured yet: what the driver and the compiled code of a
-# process take, and what the allocator holds in pieces that fit nobody
+# a margin by rule of thumb, not measured: bytes of the process's CUDA context and compiled code, and the share of memory that the
+# allocator loses to fragmentation
 CONTEXT, FRAGMENTS = 512 * MIB, 0.03
 
 
@@ -48,19 +49,19 @@ CONTEXT, FRAGMENTS = 512 * MIB, 0.03
 class Memory:
     """Bytes on the fullest rank at its fullest moment."""
 
-    parameters: int                                 # what the rank computes with
+    parameters: int                                 # the weights that the rank computes with
     gradients: int
-    states: int                                     # the optimizer's, with what it has of master weights
-    average: int                                    # the weights' moving average
-    copies: int                                     # of weights in 16 bits, cast for the matmuls and kept for their backward
-    activations: int                                # what blocks, embedding and head's norm keep for backward
-    logits: int                                     # what the head puts out, and what the loss makes of it
-    batch: int                                      # the loader's, and as the model takes it
-    buffers: int                                    # what goes between ranks: shares of gradients, messages of a pipeline
-    workspace: int                                  # what is computed on the way and soon forgotten
-    reserve: int                                    # beside tensors: the process's own, and the allocator's odd pieces
-    moment: str                                     # which one: first, loss, backward, end or optimizer
-    stage: int                                      # which rank along pp
+    states: int                                     # optimizer states, with master weights
+    average: int                                    # moving average of the weights
+    copies: int                                     # 16-bit casts of weights, kept for backward
+    activations: int                                # what blocks, embedding and final norm keep for backward
+    logits: int                                     # the head's output, and what the loss keeps
+    batch: int                                      # the loader's batch, and its form as model input
+    buffers: int                                    # communication: gradient shards, pipeline messages
+    workspace: int                                  # temporaries
+    reserve: int                                    # beyond tensors: CUDA context and fragmentation
+    moment: str                                     # first, loss, backward, end or optimizer
+    stage: int                                      # rank along pp
 
     @property
     def allocated(self) -> int:
@@ -69,7 +70,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the device has to have."""
+        """Bytes that the device needs: `allocated` and `reserve`."""
         return self.allocated + self.reserve
 
 
@@ -77,22 +78,22 @@ TENSORS = tuple(entry.name for entry in fields(Memory) if entry.name not in ("re
 
 
 def predict(config: Config) -> Memory:
-    """The memory of the fullest rank in training. parallel.dp=0 counts as 1: it depends on how many GPUs there will be.
+    """Predict the memory of the fullest rank. parallel.dp=0 counts as 1, since the number of GPUs is unknown.
 
-    Of a pipeline only both ends are looked at: no other stage has more blocks or keeps more micro-batches than the first one.
+    In a pipeline only the first and the last stage count: no other has more blocks or micro-batches than the first.
     """
     pp = config.parallel.pp
     return max((of_rank(rank) for rank in ranks(config, sorted({0, pp - 1}))), key=lambda memory: memory.total)
 
 
 def fits(config: Config, room: float) -> bool:
-    """Whether `predict` is at most `room` bytes, which most often one moment tells."""
+    """Whether `predict` is at most `room` bytes. Stops at the first moment that is not."""
     return all(memory.total <= room for stage in sorted({0, config.parallel.pp - 1}) for rank in ranks(config, [stage])
                for memory in moments(rank))
 
 
 def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
-    """The first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages, or of each."""
+    """Yield the first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages; (): of all."""
     p, t, m = config.parallel, config.train, config.model
     samples = -(-t.global_batch // max(p.dp, 1))
     micro = min(t.micro_batch or samples, samples)
@@ -110,17 +111,17 @@ def of_rank(rank: Rank) -> Memory:
 
 
 def moments(rank: Rank) -> Iterator[Memory]:
-    """The memory of one rank at each moment at which it may be at its fullest."""
+    """Yield the memory of one rank at each moment at which it may peak."""
     for moment in ("loss", "backward", "end", "optimizer"):
         yield memory_at(moment, rank)
     yield from beginning(rank)
 
 
 def beginning(rank: Rank) -> Iterator[Memory]:
-    """What the first step needs, where that is not what the others do: it has no states yet."""
+    """Yield the moments of the first step that can exceed later ones, although there are no optimizer states yet."""
     c = rank.config
     if c.precision == "fp8" and c.fp8.by == "native" and c.fp8.recipe == "delayed":
-        # without ZeRO-1 and Adam, which in bf16 would keep 16-bit copies of the weights; there are no states yet anyway
+        # zero=0 and SGD, because ZeRO-1 and Adam in bf16 would count 16-bit weights; there are no states yet
         plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=0),
                                              optim=replace(c.optim, name="sgd")))
         yield from (first(memory_at(moment, plain), rank) for moment in ("loss", "backward"))
@@ -129,7 +130,7 @@ def beginning(rank: Rank) -> Iterator[Memory]:
 
 
 def first(memory: Memory, rank: Rank) -> Memory:
-    """The same without states, at the first step of a rank."""
+    """Turn a rank's memory into that of its first step: without optimizer states."""
     without = replace(memory, states=0, average=round(parameter_memory.average(rank)), moment="first",
                       buffers=round(activation_memory.buffers(rank, 1, "first")))
     return replace(without, reserve=reserve(without.allocated, activation_memory.foreign(rank)))
@@ -137,7 +138,7 @@ def first(memory: Memory, rank: Rank) -> Memory:
 
 def memory_at(moment: str, rank: Rank) -> Memory:
     """The memory of one rank at one moment."""
-    done = 1.0 if moment in ("end", "optimizer") else 0.0               # of its gradients
+    done = 1.0 if moment in ("end", "optimizer") else 0.0               # share of the gradients that exist
     live, micros = under_way(rank, moment)
     parts = {"parameters": parameter_memory.parameters(rank), "gradients": parameter_memory.gradients(rank, done),
              "states": parameter_memory.states(rank),
@@ -151,21 +152,21 @@ def memory_at(moment: str, rank: Rank) -> Memory:
 
 
 def reserve(allocated: int, others: float) -> int:
-    """A margin for what no tensor of PyTorch's holds, in bytes. others: what another library holds."""
+    """The margin for memory outside PyTorch's tensors, in bytes. others: what other libraries hold."""
     return round(CONTEXT + FRAGMENTS * allocated + others)
 
 
 def under_way(rank: Rank, moment: str) -> tuple[float, float]:
-    """(how many blocks' activations there are, of how many micro-batches) at a moment.
+    """(number of blocks with live activations, over all micro-batches; number of micro-batches) at a moment.
 
-    With a pipeline, at the fullest moment of the rank's schedule.
+    With a pipeline, at the peak of the rank's schedule.
     """
     p = rank.config.parallel
     if moment in ("end", "optimizer"):
         return (1, 1) if moment == "end" else (0, 0)
     if p.pp == 1:
         return rank.blocks, 1
-    micros = rank.micros if p.schedule == "gpipe" else min(rank.micros, 4 * p.pp)      # the others then only repeat themselves
+    micros = rank.micros if p.schedule == "gpipe" else min(rank.micros, 4 * p.pp)      # more would only repeat
     blocks, passes = waiting(p.schedule, p.pp, rank.stage, micros, rank.shares)
     if moment == "rehearsal":
         each = passes // p.chunks + 1
@@ -173,11 +174,12 @@ def under_way(rank: Rank, moment: str) -> tuple[float, float]:
     return blocks, passes / p.chunks
 
 
-@lru_cache(maxsize=65536)                           # a planner asks the same of many layouts
+@lru_cache(maxsize=65536)                           # the planner asks the same for many layouts
 def waiting(schedule: str, pp: int, stage: int, micros: int, shares: tuple[int, ...]) -> tuple[int, int]:
-    """The most blocks of a rank, and the most forward passes, whose backward pass is still to come, at a schedule's fullest
-    moment. shares: blocks of each of its chunks."""
-    if len(shares) == 1:                            # 1f1b fills the pipeline from here to its end, gpipe has all
+    """The largest numbers of (blocks, forward passes) of a rank that wait for their backward pass in a schedule.
+
+    shares: blocks of each chunk of the rank."""
+    if len(shares) == 1:                            # 1f1b fills the pipeline from this stage on; gpipe keeps all
         passes = micros if schedule == "gpipe" else min(pp - stage, micros)
         return passes * shares[0], passes
     work = passes_of(schedule, pp, stage, micros, len(shares))

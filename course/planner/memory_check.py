@@ -1,8 +1,7 @@
-"""Whether a run fits the memory that there is: asked before it begins, and again, with what should fit, when memory has run out.
+"""Check before a run whether it fits the free memory, and suggest settings that fit if it does not or if memory runs out.
 
-What a step needs is predicted (`memory.py`). What there is, the card says, or the machine with its control groups, which
-are the limit of a container or a Slurm job. A prediction may be wrong, so a run is refused only where a share of it (`SURE`) is
-more than all that is free.
+`memory.py` predicts what a step needs. Free memory comes from the GPU, or from the machine and its control groups, which limit
+containers and Slurm jobs. Since a prediction may be wrong, a run is refused only if a share of it (`SURE`) exceeds free memory.
 """
 
 import math
@@ -30,28 +29,28 @@ from course.planner.infeasible import TERMS
 from course.planner.search_space import changed, get_value
 from course.utils.errors import CourseError, is_out_of_memory
 
-SURE = 0.75                                         # of the bytes of tensors that are predicted, which no run should stay below
-ON_CPU = 1.5                                        # times a GPU's activations: runs on a CPU were seen to take up to that
+SURE = 0.75                                         # of the predicted tensor bytes: no run should need less
+ON_CPU = 1.5                                        # CPU runs take up to this multiple of a GPU's activations
 OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# of a control group of version 1 and 2: its limit, what it uses, and what of that can be had back
+# files and keys of control groups (version 1, version 2): limit, usage, reclaimable parts of the usage
 FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
 SECOND = "memory.max", "memory.current", "inactive_file", "active_file", "slab_reclaimable"
 
 
 def check(config: Config, mesh: Mesh) -> None:
-    """Raise `CourseError`, on all ranks, if a run cannot fit: with the nearest settings that should. All ranks call it."""
+    """Raise `CourseError` on all ranks if a run cannot fit, with the nearest settings that should. All ranks must call it."""
     if not config.train.check_memory:
         return
     device = mesh.world.device
     hosts = run_on_all(mesh.all, socket.gethostname)
-    ranks = hosts.count(socket.gethostname()) if device.type == "cpu" else 1          # that share this memory
+    ranks = hosts.count(socket.gethostname()) if device.type == "cpu" else 1          # ranks that share this memory
     config = with_dp(config, mesh)
     needs = min((memory.of_rank(rank) for rank in memory.ranks(config)), key=lambda one: one.allocated)
     run_on_all(mesh.all, lambda: refuse(config, needs, free(device), ranks, device))
 
 
 def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device: torch.device) -> None:
-    """Raise `CourseError` if so many ranks that need this each cannot fit."""
+    """Raise `CourseError` if `ranks` ranks with these `needs` each cannot fit in `there` bytes."""
     if least_bytes(needs, device) * ranks <= there:
         return
     term = max((name for name in TERMS if name != "reserve"), key=lambda name: getattr(needs, name))
@@ -62,12 +61,12 @@ def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device:
 
 
 def least_bytes(needs: memory.Memory, device: torch.device) -> float:
-    """Bytes that a run takes in any case, if so many are predicted, which for a CPU counts what only GPUs have."""
+    """Bytes that a run needs in any case, given its prediction. A CPU needs no cuBLAS workspace."""
     return SURE * (needs.allocated - (memory.CUBLAS if device.type == "cpu" else 0))
 
 
 def check_weights(config: Config, device: torch.device) -> None:
-    """Raise `CourseError` if not even the weights of a run's model fit, without which nobody can look at it."""
+    """Raise `CourseError` if the weights of a run's model alone do not fit, so that it cannot be loaded."""
     count = sum(parameter.numel() for parameter in build_model(config.model).parameters())
     needs, there = count * parameter_dtype(config.precision).itemsize, free(device)
     if config.train.check_memory and needs > there:
@@ -77,7 +76,7 @@ def check_weights(config: Config, device: torch.device) -> None:
 
 @contextmanager
 def explained(config: Config, mesh: Mesh) -> Iterator[None]:
-    """Around training: where memory runs out, a `CourseError` says with which settings it should not."""
+    """Wrap training: turn an out-of-memory error into a `CourseError` with settings that should fit."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -86,26 +85,26 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
         device, config = mesh.world.device, with_dp(config, mesh)
         before = memory.predict(config).total
         there = free(device)
-        # the prediction, which had it fit, was too low for this run: what is named has to be well below it
+        # the prediction was too low for this run, so suggest only settings predicted well below it
         raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
                           f"{there / 1e9:.1f} GB are free without this process's own): "
                           f"{cure(config, there, 1, device, 0.9 * before)}") from error
 
 
 def with_dp(config: Config, mesh: Mesh) -> Config:
-    """The configuration with as many data-parallel ranks as there are."""
+    """The configuration with the mesh's number of data-parallel ranks."""
     return replace(config, parallel=replace(config.parallel, dp=mesh.dp.size))
 
 
 def where(device: torch.device) -> str:
-    """What the memory is of, in words."""
+    """Describe the device, for error messages."""
     return "this machine (or what its job or container may have)" if device.type == "cpu" else f"the GPU ({device})"
 
 
-# ---- what would fit
+# ---- suggest settings
 
 def cure(config: Config, room: float, ranks: int, device: torch.device, below: float = math.inf) -> str:
-    """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model. below: as in `nearest`."""
+    """Advice: settings that should fit in `room` bytes per rank, fewer processes, or a smaller model. below: as in `nearest`."""
     if words := nearest(config, room, device, below):
         return f"set {words}"
     if ranks > 1 and (words := "as it is" if fits(config, room * ranks, device) else nearest(config, room * ranks, device)):
@@ -115,9 +114,9 @@ def cure(config: Config, room: float, ranks: int, device: torch.device, below: f
 
 
 def nearest(config: Config, room: float, device: torch.device, below: float = math.inf) -> str:
-    """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does.
+    """The fewest and smallest changes of settings that should make a run fit, as key=value; "" if there are none.
 
-    below: bytes that may be predicted at most, for a run whose own prediction was too low.
+    below: an upper limit on the predicted bytes, for a run whose prediction was too low.
     """
     share = -(-config.train.global_batch // max(config.parallel.dp, 1))
     micro = min(config.train.micro_batch or share, share)
@@ -137,16 +136,16 @@ def nearest(config: Config, room: float, device: torch.device, below: float = ma
 
 
 def fits(config: Config, room: float, device: torch.device) -> bool:
-    """Whether settings may be recommended for so many bytes: on a CPU what is no weight, gradient or state may be more."""
+    """Whether a run should fit in `room` bytes. On a CPU everything but weights, gradients and states counts `ON_CPU` times."""
     needs = memory.predict(config)
     less = needs.parameters + needs.gradients + needs.states + needs.average
     return needs.total + (ON_CPU - 1) * (needs.total - less if device.type == "cpu" else 0) <= room
 
 
-# ---- what there is
+# ---- free memory
 
 def free(device: torch.device) -> int:
-    """Bytes that this process may have at most: those that are free, and its own."""
+    """Bytes available to this process: free memory plus what it holds already."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     machine, swap = psutil.virtual_memory().available, psutil.swap_memory().free
@@ -154,7 +153,7 @@ def free(device: torch.device) -> int:
 
 
 def in_groups() -> Iterator[int]:
-    """Bytes that each control group of this process has left, of version 2 and 1; what files take in memory can be had back."""
+    """Yield the bytes left in each control group of this process, versions 1 and 2. Page cache counts as free."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
     except OSError:                                  # not on Linux
@@ -165,14 +164,14 @@ def in_groups() -> Iterator[int]:
             continue
         root, names = (GROUPS, SECOND) if number == "0" else (GROUPS / "memory", FIRST)
         group = Path(os.path.normpath(f"/{path}"))
-        for one in (group, *group.parents):          # in a container the path may be that of the host, which is not there
+        for one in (group, *group.parents):          # in a container, the path may be the host's and not exist
             left = left_in(root / str(one).lstrip("/"), *names)
             if left is not None:
                 yield left
 
 
 def left_in(folder: Path, limit: str, used: str, *caches: str) -> int | None:
-    """Bytes that a control group has left; None if it has no limit, or is not there."""
+    """Bytes left in a control group; None if it has no limit or does not exist."""
     try:
         most, now = (folder / limit).read_text(encoding="utf-8").strip(), int((folder / used).read_text(encoding="utf-8"))
         if not most.isdecimal():                     # "max"

@@ -1,4 +1,4 @@
-"""Ranks that do not compute as the library's do, to compare predictions with what others measured."""
+"""Workloads of other implementations, to compare predictions with published measurements."""
 
 from dataclasses import fields
 
@@ -8,11 +8,11 @@ from course.planner.rank_workload import RankWorkload, workload_of
 
 
 class Workload16Bit(RankWorkload):
-    """All in 16 bits, weights too: nothing is cast, norms read and write 16 bits. The stacks of `course bench tp` and `pp`."""
+    """Everything in 16 bits, weights and norms too, without casts: the stacks of `course bench tp` and `pp`."""
 
     @property
     def wide(self) -> int:
-        """Two bytes: norms read and write 16 bits, too."""
+        """Two bytes: norms read and write 16 bits."""
         return self.low
 
     @property
@@ -22,12 +22,12 @@ class Workload16Bit(RankWorkload):
 
 
 class MegatronWorkload(Workload16Bit):
-    """Megatron-LM of 2021: 16-bit weights and gradients, a softmax kernel between the matmuls of attention, and messages of a
-    pipeline of which each tensor-parallel rank sends its part (Narayanan et al. 2021, arXiv:2104.04473, section 4.1)."""
+    """Megatron-LM of 2021: 16-bit weights and gradients, and a softmax kernel between attention's matmuls. Each tensor-parallel
+    rank sends its share of a pipeline message (Narayanan et al. 2021, arXiv:2104.04473, section 4.1)."""
 
     @property
     def message(self) -> float:
-        """Bytes of each tensor-parallel rank's part."""
+        """Bytes of the share that each tensor-parallel rank sends."""
         return super().message / self.p.tp
 
     @property
@@ -37,11 +37,11 @@ class MegatronWorkload(Workload16Bit):
 
     @property
     def backend(self) -> str:
-        """The name in tables of kernels of attention by two matmuls, between which a kernel takes the softmax."""
+        """The kernel tables' name for attention by two matmuls with a softmax kernel between them."""
         return "unfused"
 
 
 def workload_as(kind: type[RankWorkload], config: Config, hardware: Hardware, gpus: int = 0) -> RankWorkload:
-    """A rank of this kind instead of the library's."""
+    """`workload_of` as a workload of another class."""
     local = workload_of(config, hardware, gpus)
     return kind(**{entry.name: getattr(local, entry.name) for entry in fields(RankWorkload)})

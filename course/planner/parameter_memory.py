@@ -1,6 +1,6 @@
-"""Bytes of a rank's parameters and of what belongs to each of them: gradient, states, average, copies in 16 bits.
+"""Bytes of a rank's parameters, gradients, optimizer states, moving average and 16-bit copies.
 
-`memory.py` adds them to what a step keeps on its way (`activation_memory.py`). A `Rank` is what one rank of a layout has to do.
+`memory.py` adds activations and temporaries (`activation_memory.py`). A `Rank` describes the share of work of one rank.
 """
 
 from dataclasses import dataclass
@@ -14,66 +14,66 @@ from course.ops.number_formats import LOW_PRECISION
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of a layout has to do: its share of the model and of the samples."""
+    """One rank's share of the model and of the samples."""
 
     config: Config
-    stage: int                                      # its place along pp
-    shares: tuple[int, ...]                         # blocks of each of its chunks
-    samples: int                                    # B, of a micro-batch
-    micros: int                                     # micro-batches of a step
-    whole: int                                      # T, tokens of a sample
-    tokens: int                                     # of these, over cp
-    local: int                                      # and with sequence parallelism over tp
+    stage: int                                      # rank along pp
+    shares: tuple[int, ...]                         # blocks in each chunk
+    samples: int                                    # B, samples per micro-batch
+    micros: int                                     # micro-batches per step
+    whole: int                                      # T, tokens per sample
+    tokens: int                                     # of these, on one cp rank
+    local: int                                      # of these, on one tp rank with sequence parallelism
 
     @property
     def first(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this rank has the embedding."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether head and loss are here."""
+        """Whether this rank has head and loss."""
         return self.stage == self.config.parallel.pp - 1
 
     @property
     def n(self) -> int:
-        """Tokens of a micro-batch that its matmuls see."""
+        """Tokens per micro-batch in the matmuls."""
         return self.samples * self.tokens
 
     @property
     def s(self) -> int:
-        """Tokens of a micro-batch that its norms see."""
+        """Tokens per micro-batch in the norms."""
         return self.samples * self.local
 
     @property
     def blocks(self) -> int:
-        """How many of the model's blocks are here, of all chunks."""
+        """Number of blocks on this rank, over all chunks."""
         return sum(self.shares)
 
     @cached_property
     def weights(self) -> tuple[int, int]:
-        """`count` of it, which many terms need."""
+        """`count` of this rank, cached because many terms need it."""
         return count(self)
 
 
 # ---- formats
 
 def low(c: Config) -> int:
-    """Bytes of a number that matmuls and attention multiply."""
+    """Bytes per number in matmuls and attention."""
     return 2 if c.precision in LOW_PRECISION else wide(c)
 
 
 def wide(c: Config) -> int:
-    """Bytes of a parameter, a gradient, a state, and of sums and norms."""
+    """Bytes per number of parameters, gradients, states, sums and norms."""
     return 8 if c.precision == "fp64" else 4
 
 
 def stream(c: Config) -> int:
-    """Bytes of a number that flows between blocks. DiT's is its first map's result, in the format of the matmuls anyway."""
+    """Bytes per number of the residual stream. DiT's is the output of its first linear, so always in the matmuls' format."""
     return low(c) if c.stream == "narrow" or isinstance(c.model, DiTConfig) else wide(c)
 
 
-# ---- parameters and what belongs to them
+# ---- parameters, gradients, states
 
 def hidden(c: Config) -> int:
     """M, the MLP's width on a rank."""
@@ -87,36 +87,38 @@ def widths(c: Config) -> tuple[int, int]:
 
 
 def patch(c: Config) -> int:
-    """P, values of a patch."""
+    """P, values per patch; 0 for a GPT."""
     m = c.model
     return 0 if isinstance(m, GPTConfig) else (m.latent[0] if isinstance(m, DiTConfig) else m.channels) * m.patch**2
 
 
 def gated(c: Config) -> int:
-    """How many maps lead into the MLP's hidden units: 2 with gates."""
+    """Number of linears into the MLP's hidden units: 2 for SwiGLU, else 1."""
     return 2 if isinstance(c.model, GPTConfig) and c.model.mlp == "swiglu" else 1
 
 
 def norm_weights(c: Config) -> int:
-    """Numbers of a norm's weights."""
+    """Number of parameters of a norm."""
     m = c.model
     return 0 if isinstance(m, DiTConfig) else m.dim if isinstance(m, GPTConfig) and m.norm == "rms" else 2 * m.dim
 
 
 def block_weights(c: Config) -> tuple[int, int]:
-    """(weights of a block's four linears, of its modulation) on a rank: D·(D + K) for queries, keys and values with K features of
-    the latter two, D² out, 2·D·M for the MLP (3 with gates); DiT's 6·D²; all over tp."""
+    """(weights of a block's four linears, weights of its modulation) on a rank, all divided by tp.
+
+    D·(D + K) for queries, keys and values, with K features of keys and values; D² for the output; 2·D·M for the MLP (3 with
+    gates). Modulation: 6·D² for DiT."""
     D, (q, kv), M = c.model.dim, widths(c), hidden(c)
     return D * (q + kv) + q * D + (gated(c) + 1) * D * M, D * modulation(c, 6)
 
 
 def modulation(c: Config, numbers: int) -> int:
-    """Features of a modulation on a rank, so many for each of the model's; 0 where there is none."""
+    """Features of a DiT modulation on a rank, with `numbers` per feature of the model; 0 for other models."""
     return numbers * c.model.dim // c.parallel.tp if isinstance(c.model, DiTConfig) else 0
 
 
 def block_parameters(c: Config) -> int:
-    """All parameters of a block: the linears' weights, their biases, two norms."""
+    """Number of parameters of a block on a rank: weights, biases, two norms."""
     D, (q, kv) = c.model.dim, widths(c)
     biases = q + kv + D + gated(c) * hidden(c) + D + modulation(c, 6)
     has = c.model.bias if isinstance(c.model, GPTConfig) else True
@@ -124,7 +126,7 @@ def block_parameters(c: Config) -> int:
 
 
 def embedding(c: Config) -> tuple[int, int]:
-    """(weights of linears before the blocks, all other parameters there)."""
+    """(weights of linears before the blocks, all other parameters before the blocks)."""
     m, D, P = c.model, c.model.dim, patch(c)
     match m:
         case GPTConfig():
@@ -136,7 +138,7 @@ def embedding(c: Config) -> tuple[int, int]:
 
 
 def head(c: Config) -> tuple[int, int]:
-    """(weights of linears after the blocks, all other parameters there). GPT's map to logits counts here even if it is tied."""
+    """(weights of linears after the blocks, all other parameters after the blocks). A GPT's logit weight counts even if tied."""
     m, D, P = c.model, c.model.dim, patch(c)
     if isinstance(m, GPTConfig):
         return m.vocab * D // c.parallel.tp, norm_weights(c)
@@ -145,11 +147,10 @@ def head(c: Config) -> tuple[int, int]:
 
 
 def count(rank: Rank) -> tuple[int, int]:
-    """(weights that only linears use and autocast would cast, all other parameters) of a rank.
+    """(weights that may have 16-bit copies, all other parameters) of a rank, as in `zero1.castable_weights`.
 
-    Of the former there may be 16-bit copies (`zero1.castable_weights`). Those of gradients that are completed in float32 count as
-    others: with sequence parallelism what tp does not cut, whose gradients are in parts; GPT's head, which adds its own up over
-    chunks.
+    Only linears use the former. Weights whose gradients are completed in float32 count as others: with sequence parallelism those
+    that tp does not split, whose gradients are partial; and a GPT's head, which accumulates its gradient over chunks.
     """
     c = rank.config
     linear, every = rank.blocks * sum(block_weights(c)), rank.blocks * block_parameters(c)
@@ -163,43 +164,44 @@ def count(rank: Rank) -> tuple[int, int]:
     if rank.last and isinstance(c.model, GPTConfig) and (c.model.tied or c.model.loss_chunk):
         linear -= head(c)[0]
     if rank.last and rank.first and tied:
-        every -= head(c)[0]                          # the weight is there once
+        every -= head(c)[0]                          # one tied weight
     return linear - partial, every - linear + partial
 
 
 def replicas(c: Config) -> int:
-    """Ranks over which gradients are averaged, and ZeRO-1 cuts."""
+    """Number of ranks over which gradients are averaged and ZeRO-1 shards."""
     return max(c.parallel.dp, 1) * c.parallel.cp
 
 
 def sharded(c: Config) -> int:
-    """Over how many ranks states are cut."""
+    """Number of ranks over which optimizer states are sharded."""
     return replicas(c) if c.parallel.zero else 1
 
 
 def own_masters(c: Config) -> bool:
-    """Whether one rank alone computes with 16-bit copies (`course/parallel/data_parallel/master_weights.py`)."""
+    """Whether a single data-parallel rank has 16-bit weights and masters (`course/parallel/data_parallel/master_weights.py`)."""
     return replicas(c) == 1 and c.masters and c.precision in ("bf16", "fp16")
 
 
 def narrow_weights(c: Config) -> bool:
-    """Whether the rank computes with 16-bit copies and has masters of its share: so, or ZeRO-1 in bf16 or fp16."""
+    """Whether the rank computes with 16-bit weights and holds masters: `own_masters`, or ZeRO-1 in bf16 or fp16."""
     return own_masters(c) or (sharded(c) > 1 and c.precision in ("bf16", "fp16"))
 
 
 def narrow(rank: Rank) -> int:
-    """How many weights these copies have."""
+    """Number of 16-bit weights with masters."""
     return rank.weights[0] if narrow_weights(rank.config) else 0
 
 
 def parameters(rank: Rank) -> float:
-    """4 bytes a parameter; of those with 16-bit copies, these alone, and the optimizer has the rest."""
+    """Bytes of the parameters: 4 each, or 2 for 16-bit weights, whose masters count as `states`."""
     return sum(rank.weights) * wide(rank.config) - narrow(rank) * (wide(rank.config) - 2)
 
 
 def gradients(rank: Rank, done: float) -> float:
-    """4 bytes a parameter, 2 of a copy in 16 bits without buckets, if there is one micro-batch. Buckets hold them from the start,
-    a second micro-batch finds them; otherwise they come in backward."""
+    """Bytes of the gradients: 4 per parameter, or 2 for 16-bit weights of `own_masters` with one micro-batch.
+
+    Buckets hold gradients from the start, and later micro-batches find them. Otherwise backward creates them: `done` of them."""
     c = rank.config
     always = (replicas(c) > 1 and c.parallel.data in ("bucketed", "ddp")) or rank.micros > 1
     size = sum(rank.weights) * wide(c) - (narrow(rank) * (wide(c) - 2) if own_masters(c) and rank.micros == 1 else 0)
@@ -207,24 +209,23 @@ def gradients(rank: Rank, done: float) -> float:
 
 
 def states(rank: Rank) -> float:
-    """Adam's two, 8 bytes a parameter, over the ranks of ZeRO-1; and the rank's share of float32 masters (Rajbhandari et al.
-    2020, arXiv:1910.02054, section 3.1). SGD has one with momentum."""
+    """Bytes of the optimizer states and float32 masters, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054, section
+    3.1). Adam has two states, 8 bytes per parameter; SGD one with momentum, else none."""
     c = rank.config
     each = 2 if c.optim.name == "adam" else 1 if c.optim.momentum else 0
     return (each * sum(rank.weights) + narrow(rank)) * wide(c) / sharded(c)
 
 
 def average(rank: Rank) -> float:
-    """4 bytes of each parameter that this rank updates, with optim.ema."""
+    """Bytes of the moving average with optim.ema: 4 per parameter that this rank updates."""
     return sum(rank.weights) * wide(rank.config) / sharded(rank.config) if rank.config.optim.ema else 0.0
 
 
 def copies(rank: Rank, live: float) -> float:
-    """Casts of the blocks' weights, kept for backward: 2 bytes a weight, for each micro-batch under way, whose forward pass makes
-    its own. live: how many blocks' activations there are, over all micro-batches.
+    """Bytes of the blocks' weight casts that backward needs: 2 per weight and micro-batch in flight, since each pass casts.
 
-    native FP8 keeps the transpose, 1 byte. Compiled blocks that compute again cast again; eager ones have autocast's cache of
-    all casts until the forward pass ends. Where the weights are in 16 bits nothing is cast.
+    live: blocks with live activations, over all micro-batches. Native FP8 keeps the transpose, 1 byte. With recomputation,
+    compiled blocks cast again, and eager ones keep autocast's cache until the forward pass ends. 16-bit weights need no casts.
     """
     c = rank.config
     if c.precision not in LOW_PRECISION:
@@ -239,7 +240,7 @@ def copies(rank: Rank, live: float) -> float:
 
 
 def tokens_of(config: Config) -> int:
-    """Tokens of a sample on the rank along cp that has most; of a GPT two pieces of a zigzag, unless heads are cut instead."""
+    """Tokens per sample on the fullest cp rank. A GPT's rank has two zigzag pieces, unless all_to_all splits heads instead."""
     m, p = config.model, config.parallel
     if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all":
         return 2 * -(-m.tokens // (2 * p.cp))
@@ -247,5 +248,5 @@ def tokens_of(config: Config) -> int:
 
 
 def uneven(config: Config) -> bool:
-    """Whether tp's ranks cannot have equally many of these: then they are padded, and go by NCCL in any case."""
+    """Whether tp does not divide these tokens: then they are padded, and always go through NCCL."""
     return tokens_of(config) % config.parallel.tp > 0

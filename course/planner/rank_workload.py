@@ -1,9 +1,9 @@
-"""What one rank has of a configuration, as numbers: tokens, bytes, linears, and whom it talks to.
+"""Turn a configuration into the workload of one rank: tokens, bytes, linears and process groups.
 
     local = workload_of(load("gpt-1.3b", ["parallel.tp=2"]), hardware.load("h200"), gpus=2)
-    linears(local.m)                     # of a block (course/models/linears.py); `linear_time` says how long one takes
+    linears(local.m)                     # of a block (course/models/linears.py); `linear_time` gives the seconds of one
 
-Everything that `block_time.py` and `step_time.py` compute is computed of a `RankWorkload`.
+`block_time.py` and `step_time.py` compute everything from a `RankWorkload`.
 """
 
 import math
@@ -22,19 +22,19 @@ from course.planner.kernel_efficiency import BYTES, Kernels, kernels_of
 from course.planner.parameter_memory import tokens_of
 from course.utils.errors import CourseError
 
-Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
+Moved = list[tuple[str, float]]                     # (kind of memory-bound kernel, bytes)
 
 
 @dataclass(frozen=True)
 class RankWorkload:
-    """What a rank has: the configuration as numbers, so that each term is one line."""
+    """The work of one rank, as numbers derived from the configuration."""
 
     config: Config
     kernels: Kernels
     host: Host
-    dp: int
-    micro: int                                      # samples of a micro-batch on this rank
-    micros: int                                     # micro-batches of a step
+    dp: int                                         # data-parallel ranks
+    micro: int                                      # samples per micro-batch on this rank
+    micros: int                                     # micro-batches per step
     groups: dict[str, Group]
 
     @property
@@ -49,59 +49,59 @@ class RankWorkload:
 
     @property
     def length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self.m.tokens
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on this rank, within attention and MLP."""
+        """Tokens per micro-batch on this rank, inside attention and MLP."""
         return self.micro * tokens_of(self.config)
 
     @property
     def rest(self) -> float:
-        """The same between them: sequence parallelism cuts these over tp."""
+        """Tokens per micro-batch on this rank, between attention and MLP: sequence parallelism splits these over tp."""
         return self.micro * math.ceil(tokens_of(self.config) / (self.p.tp if self.p.sp else 1))
 
     @property
     def low(self) -> int:
-        """Bytes of a number within attention and MLP."""
+        """Bytes per number inside attention and MLP."""
         return 2 if self.config.precision in LOW_PRECISION else BYTES[self.config.precision]
 
     @property
     def stream(self) -> int:
-        """Bytes of a number between blocks. DiT's stream is its first map's result, narrow anyway: 116.6 and 116.1 ms with a wide
-        and a narrow stream (results/dit_h200.json)."""
+        """Bytes per number of the residual stream. DiT's is always narrow, as the output of the first linear: a step takes
+        116.6 ms with stream=wide and 116.1 ms with stream=narrow (results/dit_h200.json)."""
         return self.low if self.config.stream == "narrow" or isinstance(self.m, DiTConfig) else max(4, self.low)
 
     @property
     def wide(self) -> int:
-        """Bytes of a number as norms take and give it."""
+        """Bytes per number of a norm's input and output."""
         return max(4, self.low)
 
     @property
     def casts(self) -> bool:
-        """Whether autocast casts weights: not those that are in 16 bits, with ZeRO's masters or one rank's own."""
+        """Whether autocast casts weights. With master weights (ZeRO-1, or `masters`) they are in 16 bits already."""
         return self.low == 2 and not self.masters and not (self.p.zero and self.dp * self.p.cp > 1)
 
     @property
     def masters(self) -> bool:
-        """Whether this rank alone keeps its linears' weights in 16 bits, and their gradients, if there is one micro-batch
+        """Whether a single data-parallel rank keeps linears' weights in 16 bits, and with one micro-batch their gradients too
         (`course/parallel/data_parallel/master_weights.py`)."""
         return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1
 
     @property
     def gradient(self) -> int:
-        """Bytes of a number of the gradients that are averaged."""
+        """Bytes per number of an averaged gradient."""
         return max(4, self.low)
 
     @property
     def message(self) -> float:
-        """Bytes of what a rank of a pipeline sends to the next of a micro-batch."""
+        """Bytes per micro-batch that a pipeline rank sends to the next one."""
         return self.stream * self.rest * self.m.dim
 
     @property
     def backend(self) -> str:
-        """What computes attention."""
+        """The attention kernel."""
         chosen = self.config.attention
         if self.packed:
             return "triton"
@@ -109,7 +109,7 @@ class RankWorkload:
 
     @property
     def packed(self) -> bool:
-        """Whether attention is packed (`course/ops/packed_attention.py`), on a GPU; as `fuse_blocks` decides."""
+        """Whether attention on a GPU uses the packed Triton kernel (`course/ops/packed_attention.py`), as in `fuse_blocks`."""
         c, m = self.config, self.m
         own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads)
         return (c.kernels == "triton" and c.attention == "default" and c.precision in LOW_PRECISION and own and c.parallel.cp == 1
@@ -117,24 +117,24 @@ class RankWorkload:
 
     @property
     def bias(self) -> bool:
-        """Whether linears have one: the other models always."""
+        """Whether linears have a bias: optional in GPT, always in other models."""
         return self.m.bias if isinstance(self.m, GPTConfig) else True
 
     def precision_of(self, name: str) -> str:
         """The format of a linear's matmuls."""
         c = self.config
         if c.precision == "fp8":
-            module = name.replace("blocks.", "blocks.1.", 1)            # as that of one block is called, which stands for all
+            module = name.replace("blocks.", "blocks.1.", 1)            # block 1 stands for all blocks
             return "bf16" if c.fp8.keeps(module) else "fp8"
         return c.precision
 
     def seconds(self, moved: Moved) -> float:
-        """Time of what is bound by memory."""
+        """Seconds of memory-bound kernels."""
         return sum(self.kernels.memory(kind, size) for kind, size in moved)
 
 
 def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
-    """The part of one rank."""
+    """The workload of one rank. Raises `CourseError` if the layout does not divide GPUs and batch, or for an unknown format."""
     p, t = config.parallel, config.train
     others = p.pp * p.cp * p.tp
     dp = p.dp or max(1, gpus // others)
@@ -152,7 +152,7 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
 
 
 def default_backend(hardware: Hardware) -> str:
-    """What PyTorch takes by itself: cuDNN's kernels on Hopper and Blackwell, flash on Ampere, before that the efficient one."""
+    """PyTorch's default attention: cuDNN on Hopper and Blackwell, flash on Ampere, memory-efficient on older GPUs."""
     if "fp8" in hardware.peaks:
         return "cudnn"
     return "flash" if "bf16" in hardware.peaks else "efficient"

@@ -1,21 +1,21 @@
-"""Which layout of a model on so many GPUs is the fastest that fits: predicted, not tried.
+"""Find the fastest layout of a model that fits a number of GPUs, from predictions alone.
 
-    plan = search(load("gpt-7b"), hardware.load("h100-80"), 64)
-    plan.layouts[0].config               # ready to be trained; `.time` and `.memory` say what to expect
-    plan.misfits                         # why others do not fit
+    plan = find_layouts(load("gpt-7b"), hardware.load("h100-80"), 64)
+    plan.layouts[0].config               # ready for training; `.time` and `.memory` hold the predictions
+    plan.misfits                         # why other layouts do not fit
 
-Layouts and their many variants, which are near one another, are those of `search_space.py`; of each layout the fastest variant
-stands in the list. `step_time.predict` gives its time, `memory.predict` its memory. What fits leaves a share of the GPU's memory
-free (`FREE`): a run that is slower by a percent goes on, one without memory ends. What does not fit says why in `infeasible.py`.
+`search_space.py` lists layouts and their variants; the plan holds the fastest variant of each layout. `step_time.predict` gives
+its time and `memory.predict` its memory. A variant must leave a share of the GPU's memory free (`FREE`): a run that is
+slower than predicted goes on, but one that lacks memory ends. `infeasible.py` explains what does not fit.
 
-What is searched. All layouts, and of each all micro-batches (divisors of a rank's samples) with all schedules and numbers of
-chunks, each with the least recomputation that fits, which is the fastest: exhaustively. Then, of the most promising layouts, what
-is left: for few GPUs (`FEW`) all of it together, for more greedily: sequence parallelism and its overlap, context method and
-ZeRO-1, then the rank order, then micro-batches with that overlap again, as long as something gets faster. A layout that does not
-fit is looked at in all variants of one sample and full recomputation before it is given up. A variant takes a simpler one's place
-if it is faster by more than predictions can tell (`MARGIN`). Of more layouts than `MANY` those whose blocks alone take longer
-(`lower_bound`) than the steps of the `REFINED` fastest are left out, and counted. The tests compare with all variants of all
-layouts.
+The search has two stages. First, for every layout, it tries all micro-batches (divisors of a rank's samples), schedules and
+numbers of chunks, each with the least recomputation that fits, which is usually the fastest. Then it refines the most promising
+layouts. On few GPUs (`FEW`) it tries all remaining choices together. On more GPUs it is greedy: sequence parallelism, overlap,
+context method and ZeRO-1; the rank order; micro-batches and overlap; and again, as long as a step gets faster.
+
+Before it rejects a layout, it tries the variants that need the least memory. A variant replaces a simpler one only if it is
+faster by more than the predictions can resolve (`MARGIN`). With more than `MANY` layouts, it skips and counts those whose blocks
+alone take longer (`lower_bound`) than a step of the `REFINED` fastest. Tests compare with a search of all variants.
 """
 
 import math
@@ -54,16 +54,16 @@ from course.planner.search_space import (
 from course.planner.step_time import Time
 from course.utils.errors import CourseError
 
-FEW = 8                                             # GPUs of which all that a layout can vary in is tried together
-MARGIN = 0.005                                      # of the time: no prediction is better than that
-REFINED = 32                                        # layouts, the most promising ones, of which all that is greedy is searched
-MANY = 256                                          # layouts, of more than which those that cannot be among these are left out
-LEAST_SAMPLE_TIME = 0.8  # of a sample's time in the largest micro-batch: in no smaller one it is less
+FEW = 8                                             # GPUs up to which all choices are tried together
+MARGIN = 0.005                                      # of the time: the resolution of predictions
+REFINED = 32                                        # most promising layouts that are refined
+MANY = 256                                          # layouts above which hopeless ones are skipped
+LEAST_SAMPLE_TIME = 0.8  # lower bound of a sample's time in any micro-batch, over its time in the largest one
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration and what is predicted of it."""
+    """A configuration with its predicted memory and time."""
 
     config: Config
     memory: Memory
@@ -71,49 +71,49 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """pp, dp, cp and tp."""
+        """The sizes of pp, dp, cp and tp."""
         return {axis: getattr(self.config.parallel, axis) for axis in AXES}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer of a search."""
+    """The result of a search."""
 
     asked: SearchRequest
-    layouts: tuple[Layout, ...]                     # that fit, the fastest first
-    misfits: tuple[TooLarge, ...]                     # that do not, the one that comes nearest first
-    refused: dict[str, int]                         # why the library would not take others, and how many
-    slower: int = 0                                 # of many layouts those too slow for the list, fit or not
+    layouts: tuple[Layout, ...]                     # layouts that fit, fastest first
+    misfits: tuple[TooLarge, ...]                   # layouts that do not, the nearest to fitting first
+    refused: dict[str, int]                         # why the library refuses others -> how many
+    slower: int = 0                                 # layouts skipped as too slow, fitting or not
 
     @property
     def config(self) -> Config:
-        """What was asked."""
+        """The configuration that was asked for."""
         return self.asked.config
 
     @property
     def hardware(self) -> Hardware:
-        """Its nodes as the GPUs fill them."""
+        """The hardware, with nodes as full as the job makes them."""
         return self.asked.hardware
 
     @property
     def gpus(self) -> int:
-        """How many there are."""
+        """The number of GPUs."""
         return self.asked.gpus
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a layout may take."""
+        """Bytes that a layout may use on a GPU."""
         return self.asked.room
 
 
 def find_layouts(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] = (), precisions: Iterable[str] = (),
            free: float = FREE, top: int = 0) -> Plan:
-    """The layouts of a model on so many GPUs that fit their memory, the fastest first, and why others do not.
+    """Find the layouts of a model that fit the memory of `gpus` GPUs, fastest first, and explain why others do not fit.
 
-    fixed: keys whose values in `config` stay, such as "parallel.tp"; those of `KEYS` that it does not name are chosen here.
-    precisions: formats to choose among, instead of the configuration's. free: the share of a GPU's memory that a layout leaves.
-    top: of many layouts so many are in the plan at least, if they fit; without it the `REFINED` fastest.
-    Raises `CourseError` if no layout divides what it has to, or none fits.
+    fixed: keys that keep their value in `config`, such as "parallel.tp"; the search chooses the other `KEYS`.
+    precisions: formats to choose from, instead of the configuration's. free: the share of a GPU's memory that stays free.
+    top: when slow layouts are skipped, keep at least this many that fit; 0: the `REFINED` fastest.
+    Raises `CourseError` for a wrong argument or unsupported format, or if no layout divides model and batch, or none fits.
     """
     if gpus < 1:
         raise CourseError(f"--gpus {gpus}: a model needs one GPU at least")
@@ -137,17 +137,17 @@ def find_layouts(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[
     return Plan(asked, tuple(layouts), tuple(misfits), refused, results.count(None))
 
 
-# ---- which layouts are looked at
+# ---- choose layouts
 
 def fastest_variants(asked: SearchRequest, starts: Sequence[Config], most: int) -> list[Layout | TooLarge | None]:
-    """`fastest_or_reason` of each layout. With `most` those that promise the most come first, and what cannot be among so many
-    fastest ones is None; 0: all are looked at."""
+    """`fastest_or_reason` for each layout. With `most`, try the most promising layouts first, and give None for each layout that
+    cannot be among the `most` fastest. 0: try all."""
     bounds = [lower_bound(asked, start) if most else 0.0 for start in starts]
     results: list[Layout | TooLarge | None] = [None] * len(starts)
-    steps: list[float] = []                         # of the fastest
+    steps: list[float] = []                         # step times of the fastest
     for at in sorted(range(len(starts)), key=bounds.__getitem__):
         limit = steps[-1] if most and len(steps) == most else math.inf
-        if bounds[at] >= limit:                   # and so do all that follow
+        if bounds[at] >= limit:                   # and so are all later ones
             break
         result = results[at] = fastest_or_reason(asked, starts[at], limit)
         if isinstance(result, Layout):
@@ -156,8 +156,8 @@ def fastest_variants(asked: SearchRequest, starts: Sequence[Config], most: int) 
 
 
 def fastest_or_reason(asked: SearchRequest, start: Config, limit: float = math.inf) -> Layout | TooLarge | None:
-    """The fastest variant of a layout over micro-batches and chunks, or any that fits; or why none does; None where they take
-    `limit` seconds a step or more."""
+    """The fastest variant of a layout over micro-batches and chunks, or the reason why none fits. None if every variant takes
+    `limit` seconds per step or more."""
     layout = fastest(asked, start, limit)
     if layout is None:
         fits = next((config for config in least_memory_variants(asked, start) if memory.fits(config, asked.room)), None)
@@ -169,7 +169,7 @@ def fastest_or_reason(asked: SearchRequest, start: Config, limit: float = math.i
 
 
 def work_of(asked: SearchRequest, config: Config, micro: int) -> float:
-    """Seconds of a block's forward and backward pass of a micro-batch, with the least recomputation."""
+    """Seconds of one block and micro-batch, forward and backward, with the least recomputation."""
     again = asked.values("train.recompute", RECOMPUTE)[0]
     candidate = changed(config, {"train.micro_batch": micro, "train.recompute": again})
     block, _ = step_time.blocks_of(workload_of(candidate, asked.hardware, asked.gpus), asked.known)
@@ -177,29 +177,30 @@ def work_of(asked: SearchRequest, config: Config, micro: int) -> float:
 
 
 def least_step_time(config: Config, chunks: int, micro: int, work: float) -> float:
-    """Seconds below which no step is in which a block's `work` is so many seconds a micro-batch: the blocks of the rank that has
-    the most, and the bubble (`step_time.pipeline_time`)."""
+    """A lower bound on a step's seconds, from the blocks of the fullest rank and the pipeline bubble (`step_time.pipeline_time`).
+
+    work: seconds of one block and micro-batch."""
     depth, pp = config.model.depth, config.parallel.pp
-    if depth < pp * chunks:                         # refused, with a sentence
+    if depth < pp * chunks:                         # `refusal` rejects it
         return 0.0
     share = config.train.global_batch // config.parallel.dp
     most = max(step_time.shares(depth, pp, chunks))
     number = math.ceil(share / (micro or share))
-    return work * ((number - 1 / chunks) * most + depth / chunks) * (1 - 1e-9)          # and rounding
+    return work * ((number - 1 / chunks) * most + depth / chunks) * (1 - 1e-9)          # allow for rounding
 
 
 def lower_bound(asked: SearchRequest, start: Config) -> float:
-    """Seconds below which no variant of a layout is: the work of the largest micro-batch, in parts as small as they may be."""
+    """A lower bound on the step time of every variant of a layout, from the work of its largest micro-batch."""
     sizes = micro_batch_sizes(asked, start)
     work = LEAST_SAMPLE_TIME * work_of(asked, start, sizes[-1]) / sizes[-1] * sizes[0] if sizes[-1] else work_of(asked, start, 0)
     return min(least_step_time(start, chunks.get("parallel.chunks", start.parallel.chunks), sizes[0], work)
                for chunks in schedule_choices(asked, start))
 
 
-# ---- the fastest variant of one
+# ---- find the fastest variant of a layout
 
 def fastest(asked: SearchRequest, config: Config, limit: float = math.inf) -> Layout | None:
-    """The fastest that fits over all micro-batches and chunks, if it takes less than `limit` seconds a step."""
+    """The fastest variant that fits, over micro-batches and chunks, or None if none takes less than `limit` seconds per step."""
     layout, work = None, {micro: work_of(asked, config, micro) for micro in micro_batch_sizes(asked, config)}
     for chunks, micro in product(schedule_choices(asked, config), work):
         if least_step_time(config, chunks.get("parallel.chunks", config.parallel.chunks), micro, work[micro]) < limit:
@@ -210,21 +211,21 @@ def fastest(asked: SearchRequest, config: Config, limit: float = math.inf) -> La
 
 
 def refined(asked: SearchRequest, layout: Layout) -> Layout:
-    """The same layout, better: of few GPUs the best of everything, else one group of keys after the other, until nothing gets
+    """Improve a layout: on few GPUs over all choices together, else over one group of keys after another until no step is
     faster."""
     if asked.gpus <= FEW:
         return best(asked, all_variants(asked, layout.config), layout) or layout
     steps: list[Callable[[Config], Iterable[Config]]] = [
         lambda config: (changed(config, choice) for choice in other_choices(asked, config)),
-        # together: which method is the best depends on whether cp's ranks share a node
+        # together: the best context method depends on whether the cp ranks share a node
         lambda config: reachable(asked, (changed(config, {"parallel.order": order, "parallel.context": context})
                                          for order, context in product(rank_orders(asked, config),
                                                                        context_choices(asked, config)))),
-        # together: the host needs more for some ways to communicate, the less the larger micro-batches are
+        # together: some communication methods cost host time, which matters less with large micro-batches
         lambda config: (changed(config, {**way, **chunks, "train.micro_batch": micro}) for way, chunks, micro
                         in product(tensor_parallel_choices(asked, config), schedule_choices(asked, config),
                                    micro_batch_sizes(asked, config)))]
-    unchanged = 0                                   # steps in a row
+    unchanged = 0                                   # consecutive steps without gain
     for step in cycle(steps):
         faster = best(asked, step(layout.config), layout)
         unchanged = unchanged + 1 if faster is layout else 1
@@ -235,17 +236,17 @@ def refined(asked: SearchRequest, layout: Layout) -> Layout:
 
 
 def best(asked: SearchRequest, candidates: Iterable[Config], layout: Layout | None = None) -> Layout | None:
-    """The fastest of these that fits, or `layout`, if none is faster by more than `MARGIN`."""
+    """The fastest candidate that fits, or `layout` if none is faster by more than `MARGIN`."""
     for candidate in candidates:
         layout = with_recomputation(asked, candidate, layout.time.step * (1 - MARGIN) if layout else math.inf) or layout
     return layout
 
 
 def with_recomputation(asked: SearchRequest, candidate: Config, limit: float) -> Layout | None:
-    """A candidate with the recomputation with which it fits and is the fastest, if that is in less than `limit` seconds a step.
+    """A candidate with the fastest recomputation that fits, or None if it takes `limit` seconds per step or more.
 
-    None at all is the fastest; uncompiled, where the host is the limit, full may be faster than selective, which asks Python
-    about every operator.
+    No recomputation is fastest. For a host-bound eager model, full may be faster than selective, which calls Python for every
+    operator.
     """
     layout = None
     for how in asked.values("train.recompute", RECOMPUTE):
@@ -255,13 +256,13 @@ def with_recomputation(asked: SearchRequest, candidate: Config, limit: float) ->
         time = step_time.predict(config, asked.hardware, asked.gpus, asked.known)
         if time.step < limit and memory.fits(config, asked.room):
             layout, limit = Layout(config, memory.predict(config), time), time.step
-        if how == "none" and time.step >= limit:    # found, or too slow: with more it is slower still
+        if how == "none" and time.step >= limit:    # found, or too slow: more recomputation is slower
             break
     return layout
 
 
 def as_plain(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON takes it: bytes and seconds."""
+    """Convert a plan to values for JSON, in bytes and seconds."""
     layouts = [{"settings": settings(one.config, plan.config), **one.sizes, "step_s": one.time.step,
                 "samples_per_s": one.time.samples_per_s, "mfu": one.time.mfu, "parts_s": one.time.parts,
                 "memory_bytes": one.memory.total, "memory": {entry.name: getattr(one.memory, entry.name)

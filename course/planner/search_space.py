@@ -1,11 +1,11 @@
-"""What can be varied in how a model is trained on so many GPUs, and which variants of a layout a run takes.
+"""Enumerate the layouts of a model on a number of GPUs, and the variants of each layout.
 
-    asked = Search(load("gpt-7b"), hardware.load("h100-80"), 64, frozenset(), ("bf16",))
-    starts, refused = possible(asked)    # a variant of each layout; why others have none
-    for config in everything(asked, starts[0]): ...
+    asked = SearchRequest(load("gpt-7b"), hardware.load("h100-80"), 64, frozenset(), ("bf16",))
+    starts, refused = trainable_layouts(asked)      # one variant of each layout; why other layouts have none
+    for config in all_variants(asked, starts[0]): ...
 
-A *layout* here is a way to write the GPUs as pp x dp x cp x tp; its *variants* differ in the other `KEYS`. What the user has
-fixed stays. `validation.refusal` says of one variant whether a run takes it; here they are listed, and nothing is predicted.
+A *layout* here factors the number of GPUs into pp x dp x cp x tp; its *variants* differ in the other `KEYS`. Keys that the user
+has fixed keep their values. `validation.refusal` checks a variant. This module predicts no times.
 """
 
 import math
@@ -22,52 +22,52 @@ from course.config.validation import batch_rule, pipeline_rule, refusal, tensor_
 from course.planner import collectives, memory, parameter_memory, step_time
 from course.planner.hardware import Hardware
 
-# What the search chooses, where the user has not
+# keys that the search chooses unless the user fixes them
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
-WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # all combinations: `other_choices`
-RECOMPUTE = ("none", "selective", "full")           # from fast to small
-# of a GPU's memory: most measured peaks are this near a prediction (tests/planner/test_search.py)
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # `other_choices` tries all combinations
+RECOMPUTE = ("none", "selective", "full")           # from fastest to smallest
+# of a GPU's memory: most measured peaks are within this share of the prediction (tests/planner/test_search.py)
 FREE = 0.05
-CHUNKS = 64                                         # of a pipeline's rank at most: with as many no bubble is left to speak of
-BUCKET = 4                                          # MiB of gradients in a bucket for each rank that shares it, over nodes
+CHUNKS = 64                                         # at most, on a pipeline rank: with so many the bubble is negligible
+BUCKET = 4                                          # MiB of gradients in a bucket per rank of dp x cp, across nodes
 Choice = dict[str, Any]                             # key -> value
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked: a configuration of which `fixed` keys stay, on so many GPUs."""
+    """The question of a search: a configuration whose `fixed` keys stay, on `gpus` GPUs of a machine."""
 
     config: Config
-    machine: Hardware                               # with whole nodes
+    machine: Hardware                               # with full nodes
     gpus: int
     fixed: frozenset[str]
     precisions: tuple[str, ...]
     free: float = FREE                              # the share of a GPU's memory that stays free
-    known: step_time.Known = field(default_factory=dict, init=False, compare=False)      # what is known of blocks
+    known: step_time.Known = field(default_factory=dict, init=False, compare=False)      # cached block times
 
     @cached_property
     def hardware(self) -> Hardware:
-        """The machine, of whose nodes a job of so many GPUs may fill a part."""
+        """The machine, with nodes as full as a job of this size makes them (`fill_nodes`)."""
         return fill_nodes(self.machine, self.gpus)
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU that a layout may take."""
+        """Bytes that a layout may use on a GPU."""
         return self.machine.room(self.free)
 
     @cached_property
     def node(self) -> int:
-        """GPUs that the innermost link joins."""
+        """GPUs of a node, which the innermost link joins."""
         return self.hardware.links[0].span or self.gpus
 
     def values(self, key: str, free: Iterable[Any]) -> list[Any]:
-        """What a key may be: what the user says, or any of these."""
+        """The candidates for a key: the user's value if it is fixed, else `free`."""
         return [get_value(self.config, key)] if key in self.fixed else list(free)
 
 
 def fill_nodes(hardware: Hardware, gpus: int) -> Hardware:
-    """The same, with as many GPUs in a node as a job of so many has on each: 60 on nodes of 8 are 10 nodes with 6."""
+    """Hardware whose nodes hold only the GPUs that a job uses on each: 60 GPUs on nodes of 8 are 10 nodes with 6."""
     node = hardware.links[0].span or gpus
     each = max(count for count in range(1, min(node, gpus) + 1) if gpus % count == 0)
     if gpus <= node or each == node:
@@ -79,12 +79,12 @@ def fill_nodes(hardware: Hardware, gpus: int) -> Hardware:
 # ---- layouts
 
 def trainable_layouts(asked: SearchRequest) -> tuple[list[Config], dict[str, int]]:
-    """(a variant of each layout that the library takes, why it takes no variant of others, and of how many)."""
+    """(one trainable variant of each layout, {why the library refuses a layout: number of layouts})."""
     taken: list[Config] = []
     refused: dict[str, int] = {}
     for sizes in factors(asked.gpus):
         if any(f"parallel.{axis}" in asked.fixed and getattr(asked.config.parallel, axis) not in (0, size) for axis, size in
-               sizes.items()):                      # dp=0: what the others leave
+               sizes.items()):                      # dp=0 means any
             continue
         for precision in asked.precisions:
             why, start = trainable_variant(asked, sizes, precision)
@@ -96,7 +96,7 @@ def trainable_layouts(asked: SearchRequest) -> tuple[list[Config], dict[str, int
 
 
 def trainable_variant(asked: SearchRequest, sizes: dict[str, int], precision: str) -> tuple[str, Config | None]:
-    """("", a variant of a layout that a run takes), or (why it takes none, None)."""
+    """("", a trainable variant of a layout), or (why there is none, None)."""
     base = changed(asked.config, {"precision": precision, **{f"parallel.{axis}": size for axis, size in sizes.items()}})
     if has_idle_ranks(base):
         return "a context-parallel rank would have no token", None
@@ -114,11 +114,11 @@ def trainable_variant(asked: SearchRequest, sizes: dict[str, int], precision: st
 
 
 def bucket_of(asked: SearchRequest, config: Config) -> float:
-    """parallel.bucket_mb for the sizes of a layout: over nodes the larger, the more ranks there are of dp x cp, up to a power
-    of two that holds all gradients of a rank.
+    """parallel.bucket_mb for a layout: across nodes it grows with dp x cp, up to a power of two that holds all gradients of a
+    rank.
 
-    A ring has as many steps as ranks, whatever the bytes. Megatron-core's buckets have max(40e6, 1e6 * dp) numbers of 4 bytes for
-    this reason (megatron/core/distributed/distributed_data_parallel_config.py).
+    A ring takes as many steps as ranks, whatever its bytes. For this reason Megatron-core's buckets hold max(40e6, 1e6 * dp)
+    numbers of 4 bytes (megatron/core/distributed/distributed_data_parallel_config.py).
     """
     p = config.parallel
     all_of_it = parameter_memory.wide(config) * max(sum(rank.weights)
@@ -128,7 +128,7 @@ def bucket_of(asked: SearchRequest, config: Config) -> float:
 
 
 def out_of_reach(asked: SearchRequest, config: Config) -> str:
-    """Why symmetric memory, which the user may have asked for, cannot join a layout's tp ranks; "" if it can."""
+    """A sentence that says why a layout's tp ranks cannot use symmetric memory, or "" if they can or need not."""
     if not config.parallel.symmetric or tp_shares_node(asked, config):
         return ""
     return (f"parallel.overlap=symmetric joins GPUs of one node, and parallel.tp={config.parallel.tp} with parallel.order="
@@ -136,36 +136,36 @@ def out_of_reach(asked: SearchRequest, config: Config) -> str:
 
 
 def has_idle_ranks(config: Config) -> bool:
-    """Whether some ranks would have nothing to do: the library takes that, and nobody wants it."""
+    """Whether some cp ranks would have no tokens. The library allows that, but nobody wants it."""
     return config.parallel.cp > config.model.tokens
 
 
 def hopeless(c: Config) -> str:
-    """Why no run takes a layout's sizes, whatever else of it varies; "" if one may."""
+    """A sentence that says why every variant of a layout is refused, or ""."""
     return tensor_rule(c) or batch_rule(c) or (pipeline_rule(c) if c.model.depth < c.parallel.pp else "")
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, increasing."""
+    """All divisors of a number, increasing."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def factors(gpus: int) -> Iterator[dict[str, int]]:
-    """Every way to write a number as pp x dp x cp x tp."""
+    """Yield all factorizations of a number of GPUs into pp x dp x cp x tp."""
     for pp in divisors(gpus):
         for cp in divisors(gpus // pp):
             for tp in divisors(gpus // pp // cp):
                 yield {"pp": pp, "dp": gpus // pp // cp // tp, "cp": cp, "tp": tp}
 
 
-# ---- what a layout can vary in
+# ---- choices within a layout
 
 def schedule_choices(asked: SearchRequest, config: Config) -> list[Choice]:
-    """Schedules with their chunks: 1f1b; interleaved with so many that all stages have equally many blocks, or else with two;
-    gpipe, which keeps more, but waits for fewer messages."""
+    """Schedules with their chunks: 1f1b; interleaved, with equally many blocks in all stages or else two chunks; and gpipe, which
+    keeps more activations but waits for fewer messages."""
     pp, depth = config.parallel.pp, config.model.depth
-    if pp == 1:                                     # a preset may have more
+    if pp == 1:                                     # a preset may set more chunks
         return [{}] if "parallel.chunks" in asked.fixed else [{"parallel.chunks": 1}]
     even = [v for v in divisors(depth // pp) if 1 < v <= CHUNKS] if depth % pp == 0 else [2] if depth >= 2 * pp else []
     chunks = asked.values("parallel.chunks", [1, *even])
@@ -178,15 +178,15 @@ def schedule_choices(asked: SearchRequest, config: Config) -> list[Choice]:
 
 
 def micro_batch_sizes(asked: SearchRequest, config: Config) -> list[int]:
-    """Micro-batches: the divisors of a rank's samples."""
+    """Micro-batch sizes: the divisors of a rank's samples."""
     share = config.train.global_batch // config.parallel.dp
     return asked.values("train.micro_batch", divisors(share) if share else [1])
 
 
 def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
-    """What else a layout can vary in, but its rank order: all combinations, the ones likely to be the best first.
+    """All combinations of the `WAYS`, the most promising ones first.
 
-    Symmetric memory is for tp ranks of one node. Keys that mean nothing to a layout stay as they are.
+    Symmetric memory requires the tp ranks to share a node. Keys without effect on a layout stay unchanged.
     """
     p = config.parallel
     zeros = asked.values("parallel.zero", [1, 0]) if p.dp * p.cp > 1 else [p.zero]
@@ -195,7 +195,7 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
 
 
 def tensor_parallel_choices(asked: SearchRequest, config: Config) -> list[Choice]:
-    """Ways in which tp's linears communicate."""
+    """Sequence parallelism and overlap of the tensor-parallel linears."""
     p = config.parallel
     if p.tp == 1:
         return [{}]
@@ -205,19 +205,19 @@ def tensor_parallel_choices(asked: SearchRequest, config: Config) -> list[Choice
 
 
 def context_choices(asked: SearchRequest, config: Config) -> list[str]:
-    """Ways to attend over cp ranks."""
+    """Context-parallel methods."""
     p = config.parallel
     return asked.values("parallel.context", ["all_to_all", "ring", "gather"]) if p.cp > 1 else [p.context]
 
 
 def tp_shares_node(asked: SearchRequest, config: Config) -> bool:
-    """Whether a layout's tp ranks share a node."""
+    """Whether the tp ranks of a layout share a node."""
     stride = collectives.strides(config.parallel.order, {axis: getattr(config.parallel, axis) for axis in AXES})["tp"]
     return collectives.share_node(((stride, config.parallel.tp),), asked.hardware, asked.gpus)
 
 
 def rank_orders(asked: SearchRequest, config: Config) -> list[str]:
-    """Rank orders that differ in which ranks share a node: permutations of the axes that have several ranks."""
+    """Rank orders that place ranks on nodes differently: permutations of the axes with several ranks."""
     p = config.parallel
     now = p.order.split("-")
     if asked.gpus <= asked.node:
@@ -231,7 +231,7 @@ def rank_orders(asked: SearchRequest, config: Config) -> list[str]:
 
 
 def all_variants(asked: SearchRequest, config: Config) -> Iterator[Config]:
-    """All that a layout can vary in, together: where the host is the limit, no single change may make a step faster."""
+    """Yield all combinations of a layout's choices: in a host-bound step, a single change may not help where several do."""
     for order in rank_orders(asked, config):
         there = changed(config, {"parallel.order": order})
         yield from reachable(asked, (changed(there, {**choice, **chunks, "train.micro_batch": micro}) for choice, chunks, micro
@@ -240,18 +240,19 @@ def all_variants(asked: SearchRequest, config: Config) -> Iterator[Config]:
 
 
 def reachable(asked: SearchRequest, candidates: Iterable[Config]) -> Iterator[Config]:
-    """Those whose linears, where they go by symmetric memory, find it in their own node."""
+    """Leave out candidates that use symmetric memory across nodes."""
     return (one for one in candidates if not out_of_reach(asked, one))
 
 
 def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Config]:
-    """Variants of a layout that need little memory: a sample at a time, as much computed again as can be. Of schedules 1f1b, if
-    it may be, than which none keeps less; of overlaps one, which all need the same."""
+    """Yield the variants of a layout that need the least memory: the smallest micro-batch and the most recomputation.
+
+    Of the schedules only 1f1b, if allowed, since it keeps least; of overlaps that need the same memory, only one."""
     again = asked.values("train.recompute", RECOMPUTE)[::-1]
     some = schedule_choices(asked, start)
     some = some[:1] if some[0].get("parallel.schedule") == "1f1b" else some
     alike: dict[Any, Choice] = {}
-    for others in other_choices(asked, start):               # of those that need the same the first counts
+    for others in other_choices(asked, start):               # the first of those that need the same memory
         alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)
     micro = micro_batch_sizes(asked, start)[0]
     for chunks, others in product(some, alike.values()):
@@ -264,7 +265,7 @@ def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Confi
 # ---- configurations
 
 def get_value(config: Config, key: str) -> Any:
-    """The value of a key such as parallel.tp."""
+    """The value of a dotted key such as parallel.tp."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -272,7 +273,7 @@ def get_value(config: Config, key: str) -> Any:
 
 
 def changed(config: Config, choices: Choice) -> Config:
-    """A configuration with other values of some keys. Nothing is checked: `refusal` does so."""
+    """A configuration with some keys changed, unchecked: `refusal` checks it."""
     sections: dict[str, Choice] = {}
     for key, value in choices.items():
         section, _, name = key.rpartition(".")
@@ -282,5 +283,5 @@ def changed(config: Config, choices: Choice) -> Config:
 
 
 def settings(config: Config, base: Config) -> list[str]:
-    """key=value of all that the search chose and that differs from a configuration."""
+    """key=value for each of the `KEYS` whose value differs from that in `base`."""
     return [f"{key}={as_text(get_value(config, key))}" for key in KEYS if get_value(config, key) != get_value(base, key)]

@@ -1,11 +1,11 @@
-"""How long a training step takes, from its configuration: plain arithmetic, no model is built.
+"""Predict the time of a training step from its configuration, by arithmetic alone: no model is built.
 
     time = predict(load("gpt-1.3b", ["parallel.tp=2"]), hardware.load("h200"), gpus=2)
-    time.step                            # seconds; the parts of `Time` add up to it
+    time.step                            # seconds: the sum of the parts of `Time`
 
-The busiest rank's work is counted kernel by kernel (`block_time.py`). Then what is done once a step and what waits is added: the
-optimizer, gradients on their way, a pipeline's bubble, the host (`host_overhead.py`), the loader. Nothing is fitted to measured
-steps, but what collectives cost the matmuls beside them (`block_time.BESIDE`).
+`block_time.py` counts the busiest rank's work kernel by kernel. This module adds what happens once per step, and what waits: the
+optimizer, gradient averaging, the pipeline bubble, the host (`host_overhead.py`) and the loader. Only one number is fitted to
+measured steps: how much collectives slow down concurrent matmuls (`block_time.BESIDE`).
 """
 
 import math
@@ -22,72 +22,72 @@ from course.planner.hardware import Hardware
 from course.planner.rank_workload import RankWorkload, workload_of
 from course.utils.errors import CourseError
 
-# bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
-# beginning_h200.json: 53 to 64 pairs/s whatever the workers)
+# loader -> bytes/s (per worker, at most) on a host with 16 cores. Source: results/loaders_h200.json, pairs of 41.5 MB; for native
+# beginning_h200.json, 53 to 64 pairs/s whatever the number of workers
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
 
-Parts = dict[str, float]                            # part of a step -> seconds, as `block_time.py` has them
+Parts = dict[str, float]                            # part of a step, as in `block_time.py` -> seconds
 Known = dict[tuple[Any, ...], tuple[Parts, list[Parts]]]
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step on its busiest rank, by what they go into. They add up to `step`; `hidden` is beside them."""
+    """The seconds of a step on its busiest rank, part by part. The parts add up to `step`, without `hidden`."""
 
-    matmul: float = 0.0                             # of linears, forward and backward
+    matmul: float = 0.0                             # linears, forward and backward
     attention: float = 0.0                          # scores, softmax and values
-    memory: float = 0.0                             # norms, activations, sums, casts, loss: bound by memory
-    recompute: float = 0.0                          # what backward computes again
-    optimizer: float = 0.0                          # update, average of the weights, gradient norm
-    tensor: float = 0.0                             # tp's collectives, as far as nothing hides them
-    context: float = 0.0                            # cp's, and merging of answers
-    data: float = 0.0                               # dp's, and what hidden ones take from the matmuls
-    send: float = 0.0                               # a pipeline's messages
-    bubble: float = 0.0                             # a pipeline's ranks waiting for others
-    launch: float = 0.0                             # the GPU waiting for the host
-    loading: float = 0.0                            # waiting for the loader
-    hidden: float = 0.0                             # collectives beside the computation: no part of the step
-    flops: float = 0.0                              # model FLOPs of the step for each GPU
-    peak: float = math.inf                          # FLOP/s of the GPU in the format of the linears
-    samples: int = 0
+    memory: float = 0.0                             # memory-bound kernels: norms, activations, sums, casts, loss
+    recompute: float = 0.0                          # recomputation in the backward pass
+    optimizer: float = 0.0                          # update, moving average, gradient norm
+    tensor: float = 0.0                             # exposed tp collectives
+    context: float = 0.0                            # exposed cp collectives, and merging of partial results
+    data: float = 0.0                               # exposed dp collectives, and the slowdown of matmuls by hidden ones
+    send: float = 0.0                               # exposed pipeline messages
+    bubble: float = 0.0                             # pipeline ranks waiting for others
+    launch: float = 0.0                             # GPU waiting for the host
+    loading: float = 0.0                            # step waiting for the loader
+    hidden: float = 0.0                             # collectives hidden behind computation: not part of `step`
+    flops: float = 0.0                              # model FLOPs of the step per GPU
+    peak: float = math.inf                          # FLOP/s of the GPU in the format of the matmuls
+    samples: int = 0                                # in the global batch
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts by name, in seconds."""
+        """Part -> seconds."""
         others = ("hidden", "flops", "peak", "samples")
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in others}
 
     @property
     def step(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the step: the sum of `parts`."""
         return sum(self.parts.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the GPU could have done meanwhile."""
+        """Model FLOPs utilization: model FLOPs over what the GPU could do in that time at its peak."""
         return self.flops / self.step / self.peak
 
     @property
     def samples_per_s(self) -> float:
-        """Of the whole job: samples of a global batch over the step's seconds."""
+        """Samples per second of the whole job."""
         return self.samples / self.step
 
 
 def predict(config: Config, hardware: Hardware, gpus: int = 0, known: Known | None = None) -> Time:
-    """Seconds of one step of a configuration on some hardware. gpus: how many there are, for parallel.dp=0; else the layout's.
+    """Predict the time of one training step on some hardware. gpus: how many there are, needed for parallel.dp=0.
 
-    known: what is known of blocks (`blocks_of`), from predictions of the same model on the same hardware.
-    Raises `CourseError` where batch and layout do not divide, or the hardware does not know the format.
+    known: a cache of block times (`blocks_of`), to share between predictions of one model on one hardware.
+    Raises `CourseError` if the layout does not divide batch and GPUs, or the hardware does not support the format.
     """
     return time_of(workload_of(config, hardware, gpus), known)
 
 
 def time_of(local: RankWorkload, known: Known | None = None) -> Time:
-    """The same of a rank's part."""
+    """`predict` for a rank's workload."""
     c, p = local.config, local.p
     layers = shares(local.m.depth, p.pp, p.chunks)
     block, ends = blocks_of(local, {} if known is None else known)
-    inner = {count: rank_time(block, count, []) for count in set(layers[1:-1])}         # ranks with as many blocks are alike
+    inner = {count: rank_time(block, count, []) for count in set(layers[1:-1])}         # ranks with equal blocks take equal time
     first, last = (rank_time(block, layers[0], ends[:1]), rank_time(block, layers[-1], ends[1:]))
     ranks = [first, *(inner[count] for count in layers[1:-1]), last] if p.pp > 1 else [rank_time(block, layers[0], ends)]
     busiest = max(ranks, key=lambda parts: parts["forward"] + parts["backward"])
@@ -95,7 +95,7 @@ def time_of(local: RankWorkload, known: Known | None = None) -> Time:
     total = {name: local.micros * value for name, value in busiest.items()}
     most = layers[0]
     weights = parameters_of_rank(local, most, first=True)
-    if local.micros > 1:                            # gradients are added up, those in 16 bits to a sum that begins as their cast
+    if local.micros > 1:                            # accumulate gradients; the sum of 16-bit ones starts as a cast
         cast, added = (6, 10) if local.masters else (0, 12)
         total["memory"] += local.seconds([("elementwise", (cast + (local.micros - 1) * added) * weights)])
     data, hidden = data_time(local, weights, busiest["backward"], busiest["forward"])
@@ -114,8 +114,8 @@ def time_of(local: RankWorkload, known: Known | None = None) -> Time:
 
 
 def blocks_of(local: RankWorkload, known: Known) -> tuple[Parts, list[Parts]]:
-    """(the parts of a block, of what comes before and after the blocks) of a micro-batch, kept in `known`: thousands of layouts
-    of one model differ in keys that do not change them."""
+    """(the parts of a block; those before and after the blocks) for one micro-batch, cached in `known`: most layouts of a model
+    differ only in keys that do not change these times."""
     c, p = local.config, local.p
     alike = (c.precision, c.train.recompute, p.tp, p.cp, p.sp, p.overlap, p.context, local.micro, local.casts, local.masters,
              c.graphs, local.groups["tp"], local.groups["cp"])
@@ -126,7 +126,9 @@ def blocks_of(local: RankWorkload, known: Known) -> tuple[Parts, list[Parts]]:
 
 @cache
 def shares(depth: int, pp: int, chunks: int) -> list[int]:
-    """Blocks on each rank of a pipeline: `tensor_split` over pp x chunks stages, of which each rank has every pp-th."""
+    """Blocks on each pipeline rank: `tensor_split` over pp x chunks stages; rank r has every pp-th from r.
+
+    Raises `CourseError` if a stage would have no block."""
     stages = [depth // (pp * chunks) + (stage < depth % (pp * chunks)) for stage in range(pp * chunks)]
     if min(stages) < 1:
         raise CourseError(f"{pp} pipeline ranks with {chunks} chunks each need {pp * chunks} blocks, but the model has {depth}: "
@@ -142,7 +144,7 @@ def rank_time(block: dict[str, float], layers: int, ends: list[dict[str, float]]
 # ---- once a step ----
 
 def parameters_of_rank(local: RankWorkload, layers: int, first: bool) -> float:
-    """How many parameters a rank has that holds so many blocks and one end of the model."""
+    """Parameters of a rank with `layers` blocks and, if `first`, one end of the model."""
     m, tp = local.m, local.p.tp
     of_block = sum(linear.k * linear.n / (tp if linear.cut else 1) + local.bias * linear.n / (tp if linear.cut == "column" else 1)
                    for linear in linears(m)) + (0 if isinstance(m, DiTConfig) else 4 * m.dim)
@@ -150,37 +152,37 @@ def parameters_of_rank(local: RankWorkload, layers: int, first: bool) -> float:
         ends = m.vocab / tp * m.dim * (1 if m.tied or local.p.pp > 1 else 2) + m.context * m.dim * (m.position == "learned")
     else:
         patch = (m.channels if isinstance(m, ViTConfig) else m.latent[0]) * m.patch**2
-        # labels, time and the last modulation; positions
+        # DiT: labels, time and the last modulation; ViT: positions
         rows = m.classes + m.dim * (1 + 2 / tp) if isinstance(m, DiTConfig) else m.tokens
         ends = (patch * (1 if local.p.pp > 1 else 2) + rows) * m.dim
     return layers * of_block + ends * first
 
 
 def optimizer_time(local: RankWorkload, weights: float) -> float:
-    """Seconds of the update, with what belongs to it.
+    """Seconds of the optimizer update, with gradient norm, moving average and FP8 history.
 
-    Fused Adam reads weight, gradient and two states and writes all but the gradient, 28 bytes a parameter (SGD 12, with momentum
-    20); the norm reads gradients once, 4 bytes, or 2 where they are in 16 bits, of which Adam then reads two fewer; of weights in
-    16 bits it writes two more; the average reads the weight and reads and writes itself, 12; in Triton, in one pass with Adam, 8
-    (`course/ops/fused_adam.py`). ZeRO-1 does its share.
-    The step's few numbers (weight of the batch, norm, flags) are all-reduces of nothing but latency.
+    Bytes per parameter: fused Adam reads weight, gradient and two states and writes all but the gradient, 28 (SGD 12, with
+    momentum 20). 16-bit gradients save Adam 2, and 16-bit weights cost it 2 more. The norm reads 4, or 2 with 16-bit gradients.
+    The moving average reads the weight and reads and writes itself, 12, or 8 in one pass with Adam in Triton
+    (`course/ops/fused_adam.py`). With ZeRO-1 each rank updates its shard.
+    Three all-reduces of a few numbers (batch weight, norm, flags) cost only latency.
     """
     o, c = local.config.optim, local.config
     ranks = local.dp * local.p.cp
     mine = weights / ranks if local.p.zero else weights
     hand = o.name == "adam" and c.kernels == "triton"
     each = (28 if o.name == "adam" else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
-    each += 2 * (local.masters and local.micros > 1)                    # of one micro-batch gradients are in 16 bits, too
+    each += 2 * (local.masters and local.micros > 1)                    # with one micro-batch, 16-bit gradients offset this
     calls = 3 * collectives.all_reduce(8, local.groups["all"])
     history = 0.0
-    if c.precision == "fp8" and c.fp8.recipe == "delayed":              # of three tensors of each linear, moved by one step
+    if c.precision == "fp8" and c.fp8.recipe == "delayed":              # three tensors per linear, shifted by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
     norm = (2 if local.masters and local.micros == 1 else 4) * mine
     return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", norm)]) + calls + history
 
 
 def buckets_of(local: RankWorkload, weights: float) -> int:
-    """How many buckets so many parameters' gradients have: at most one for each parameter, of which a block has about 12."""
+    """Number of gradient buckets for `weights` parameters: at most one per parameter tensor, about 12 in a block."""
     p = local.p
     if local.groups["dp_cp"].size == 1 or p.data in ("naive", "none"):
         return 1
@@ -189,15 +191,15 @@ def buckets_of(local: RankWorkload, weights: float) -> int:
 
 
 def data_time(local: RankWorkload, weights: float, backward: float, forward: float) -> tuple[float, float]:
-    """(exposed, hidden) seconds of averaging gradients over dp x cp, 4 bytes a parameter.
+    """(exposed, hidden) seconds of averaging gradients over dp x cp, `local.gradient` bytes per parameter.
 
-    Buckets run beside the last micro-batch's backward pass, all but the last one, and slow it down (`BESIDE`); gradients are
-    copied into them. ZeRO-1 scatters in that place, and gathers the new weights beside the next forward pass.
+    All buckets but the last overlap with the last micro-batch's backward pass and slow it down (`BESIDE`); gradients are copied
+    into buckets. ZeRO-1 reduce-scatters instead, and gathers the new weights during the next forward pass.
     """
     p, group, size = local.p, local.groups["dp_cp"], local.gradient * weights
     if group.size == 1 or p.data == "none":
         return 0.0, 0.0
-    if p.data == "naive":                           # laid end to end, reduced, divided and copied back
+    if p.data == "naive":                           # concatenated, reduced, divided and copied back
         return collectives.all_reduce(size, group) + local.seconds([("copy", 2 * size)] * 2 + [("elementwise", 2 * size)]), 0.0
     copies = local.seconds([("copy", 2 * size)]) if p.data == "bucketed" else 0.0
     number = buckets_of(local, weights)
@@ -213,10 +215,10 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
 
 
 def partial_time(local: RankWorkload, layers: int) -> float:
-    """Seconds of completing gradients of which ranks have parts, after all else.
+    """Seconds of the all-reduces that complete partial gradients, after the backward pass.
 
-    With sequence parallelism those of norms and row linears' biases; and those of a token embedding that both ends of a pipeline
-    have.
+    Sequence parallelism: the gradients of norms and of row linears' biases. Pipelines: those of a tied token embedding, which
+    the first and the last stage share.
     """
     m, p = local.m, local.p
     seconds = 0.0
@@ -229,7 +231,7 @@ def partial_time(local: RankWorkload, layers: int) -> float:
 
 
 def exposed(total: float, number: int, beside: float) -> float:
-    """What is seen of `number` collectives that begin while something else runs: the last one, and what does not fit beside."""
+    """Exposed seconds of `number` overlapped collectives: at least the last one, and what exceeds `beside` seconds of work."""
     return max(total / number, total - beside)
 
 
@@ -250,12 +252,12 @@ def pipeline_time(local: RankWorkload, busiest: float, ranks: list[dict[str, flo
 
 
 def waits(schedule: str, p: int, m: int, v: int) -> float:
-    """How many messages, one after another, make a step longer, of m micro-batches; the others are under way beside work.
+    """Number of pipeline messages that lengthen a step with m micro-batches; the others overlap with work.
 
-    All: the first micro-batch's way to the last rank and back, 2·(p - 1). interleaved: through all p·v stages, 2·(p·v - 1). 1f1b:
-    2·(p - 1)·m / p + 2·(p - 2), since a rank sends a forward pass on that waited for the backward pass of p micro-batches before,
-    round and round. As parallel/pipeline_parallel/schedules.py's `timeline` has them where p divides m; else 1f1b's is within 1
-    of it, and interleaved waits less.
+    p: pipeline ranks, v: chunks. gpipe: the first micro-batch goes to the last rank and back, 2·(p - 1). interleaved: through all
+    p·v stages, 2·(p·v - 1). 1f1b: 2·(p - 1)·m / p + 2·(p - 2), and at least gpipe's, since each forward pass waits for the
+    backward pass of the micro-batch p earlier. These equal `timeline` in parallel/pipeline_parallel/schedules.py if p divides m.
+    Otherwise 1f1b is within 1 of it, and interleaved waits less.
     """
     if v > 1:
         return 2 * (p * v - 1)
@@ -263,7 +265,7 @@ def waits(schedule: str, p: int, m: int, v: int) -> float:
 
 
 def loading_time(local: RankWorkload) -> float:
-    """Seconds in which the loaders of a node give its GPUs their samples; tokens and latents are small enough not to count."""
+    """Seconds in which a node's loaders read the samples of a step. Tokens and latents are too small to count: 0."""
     c, m = local.config, local.m
     if c.data.source == "mock" or not isinstance(m, ViTConfig):
         return 0.0

@@ -1,1 +1,1 @@
-"""Processes for ranks, and an account of who waits for whom in which collective."""
+"""Processes that act as ranks, and explanations of which rank waits for which in a collective."""

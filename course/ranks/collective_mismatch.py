@@ -1,8 +1,8 @@
-"""Do ranks meet in their collectives, and if not, who waits for whom: an account of what each wrote down (`collective_trace.py`).
+"""Explain whether ranks meet in their collectives, and if not, who waits for whom, from the traces of `collective_trace.py`.
 
-    text, certain = explain(folder, states)        by whoever watches them
+    text, certain = explain(folder, states)        called by the process that watches the ranks
 
-Nothing here imports PyTorch: whoever starts ranks need not have it in memory.
+Nothing here imports PyTorch: a process that starts ranks need not have it in memory.
 """
 
 import json
@@ -14,37 +14,37 @@ from typing import Any
 from course.utils.errors import CourseError, rank_names
 
 ANYONE = -1
-CELL = "the cell "  # so begins what checks call a cell (`lab/checks/notebook_cells.py`), and no file's name
+CELL = "the cell "  # the prefix of checks' names for cells (`lab/checks/notebook_cells.py`); no file's name has it
 WORLD = "0"                                          # the name of the group of all ranks
-DISAGREE = "The ranks disagree"                      # so begins an explanation of calls that differ
+DISAGREE = "The ranks disagree"                      # the start of an explanation of calls that differ
 # how gloo and NCCL say that another rank ended
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "ncclRemoteError")
 FATES = {"returned": "returned", "raised": "raised an exception", "died": "died"}
 
 Record = dict[str, Any]                              # one call of one rank: a line of its file
-Channel = tuple[Any, ...]                            # (group, ranks) or, of messages, (group, (from, to), tag)
-Calls = dict[int, list[Record]]                      # what each rank of a channel called: these must match one by one
+Channel = tuple[Any, ...]                            # (group, ranks) or, for messages, (group, (from, to), tag)
+Calls = dict[int, list[Record]]                      # each rank's calls on a channel: they must match one by one
 
 
 def trace_file(folder: Path | str, rank: int) -> Path:
-    """Where a rank writes."""
+    """The file of a rank's trace."""
     return Path(folder, f"rank-{rank}.jsonl")
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an exception says no more than that another rank is gone."""
+    """Whether an exception says only that another rank is gone."""
     return not isinstance(error, CourseError) and any(words in str(error) for words in LOST)
 
 
 def explain(folder: Path | str, states: Sequence[str]) -> tuple[str, bool]:
     """What keeps the ranks from meeting ("" if nothing does), and whether it is certain that they never will.
 
-    The state of each rank is "running", "returned", "raised" or "died". That one waits for another may come
-    right. Certain are calls that differ, a call that a rank which is gone never made, and waiting in a circle.
+    states: "running", "returned", "raised" or "died" for each rank. A rank that waits for another may still meet it. Certain are
+    calls that differ, a call that a rank which has ended never made, and waiting in a circle.
     """
     traces = [_read(trace_file(folder, rank)) for rank in range(len(states))]
     sentences, certain = [], False
-    waits: dict[int, set[int]] = {}                  # who is inside a call, and for whom it waits there
+    waits: dict[int, set[int]] = {}                  # rank inside a call -> the ranks that it waits for there
     for channel, calls in _channels(traces).items():
         done = {rank: len(made) for rank, made in calls.items()}
         wrong = _mismatch(channel, calls)
@@ -58,7 +58,7 @@ def explain(folder: Path | str, states: Sequence[str]) -> tuple[str, bool]:
             sentences.append(wrong or _absence(channel, calls, min(missed), states))
     while free := [rank for rank, others in waits.items() if not others & waits.keys()]:
         waits = {rank: others for rank, others in waits.items() if rank not in free}
-    if waits:                                        # who is left waits for another who is left
+    if waits:                                        # each remaining rank waits for another one
         sentences.append(f"{rank_names(sorted(waits)).capitalize()} wait in a circle.")
     return "\n".join(sentences), certain or bool(waits)
 
@@ -83,13 +83,13 @@ def _channels(traces: list[list[Record]]) -> dict[Channel, Calls]:
         for record in trace:
             channel = _channel(rank, record)
             channels.setdefault(channel, {member: [] for member in channel[1]})[rank].append(record)
-    # whoever receives from anyone may take any message: nothing can be matched there
+    # a receive from anyone may take any message: nothing can be matched there
     open_to_all = {channel[1][1] for channel in channels if channel[1][0] == ANYONE}
     return {channel: calls for channel, calls in channels.items() if len(channel) == 2 or channel[1][1] not in open_to_all}
 
 
 def _mismatch(channel: Channel, calls: Calls) -> str:
-    """The first calls that should be one and differ."""
+    """A sentence on the first calls that should match and differ; "" if there are none."""
     for index in range(max(map(len, calls.values()))):
         kinds: dict[Any, list[int]] = {}
         for rank in (rank for rank in calls if len(calls[rank]) > index):
@@ -102,11 +102,11 @@ def _mismatch(channel: Channel, calls: Calls) -> str:
 
 def _kind(record: Record) -> tuple[Any, ...]:
     op = "message" if record["op"].startswith(("send", "recv")) else record["op"]
-    return op, record["dtype"], op == "all-to-all" or str(record["shapes"])      # whose pieces may differ
+    return op, record["dtype"], op == "all-to-all" or str(record["shapes"])      # its pieces may differ
 
 
 def _absence(channel: Channel, calls: Calls, index: int, states: Sequence[str]) -> str:
-    """Who made a call, and who did not."""
+    """A sentence on which ranks made a call, and which did not."""
     there = [rank for rank in calls if len(calls[rank]) > index]
     missing = [rank for rank in calls if rank not in there]
     record = calls[there[0]][index]
@@ -129,7 +129,7 @@ def _tell(record: Record) -> str:
 
 
 def at(place: Record) -> str:
-    """A place in words."""
+    """A line of source in words."""
     file = place["file"]
     if not file.startswith(CELL):
         file = "the cell" if "ipykernel" in file else os.path.basename(file)

@@ -1,6 +1,6 @@
-"""Which collective each rank is in: a line in a file before every collective, `with Trace(folder, rank): ...`.
+"""Record which collective each rank is in: a line in a file before every collective, `with Trace(folder, rank): ...`.
 
-A rank that hangs does so inside C++, where it can tell nobody; what it was about to do is in its file by then.
+A rank that hangs does so inside C++, where it cannot report anything. By then its file says what it was about to do.
 `course/ranks/collective_mismatch.py` reads these files.
 """
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course.ranks.collective_mismatch import CELL, Record, at, trace_file
 from course.utils.errors import rank_names
 
-# an operator does the first of these that its name contains: reduce_scatter before scatter and reduce
+# the first of these in an operator's name says what it does: reduce_scatter before scatter and reduce
 WORDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "scatter", "reduce", "gather", "barrier",
          "send", "recv")
 DIRECTION = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
@@ -34,7 +34,7 @@ LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))
 
 
 class Seen(TorchDispatchMode):
-    """Within this context `seen` is called for every collective of this thread, forward and backward, before it starts.
+    """Within this context `seen` is called before every collective of this thread, forward and backward.
 
     Not seen: collectives that other threads call.
     """
@@ -48,26 +48,26 @@ class Seen(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False                                 # else the first tensor operation imports torch._dynamo for a second and more
+        return False                                 # else the first tensor operation imports torch._dynamo, a second and more
 
     def seen(self, word: str, given: dict[str, Any]) -> None:
-        """A collective is about to start: what it does, of `WORDS`, and its arguments by name."""
+        """Called before a collective. word: what it does, one of `WORDS`; given: its arguments by name."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):       # the collectives that it calls come here by themselves
+        if any(kind.__name__ == "DTensor" for kind in types):       # the collectives that it calls come here anyway
             return NotImplemented
         word, names = _operator(func)
         if word:
             self.seen(word, dict(zip(names, args, strict=False)))
-        if func.namespace == "course":               # an operator of ours: what it calls is to come here, too
+        if func.namespace == "course":               # an operator of ours: what it calls must come here, too
             with self._again():
                 return func.redispatch(KERNELS[args[0].device.type], *args, **(kwargs or {}))    # past this mode
         return func(*args, **(kwargs or {}))
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """PyTorch takes a mode away while that handles an operator."""
+        """Enter this mode again: PyTorch disables it while it handles an operator."""
         super().__enter__()
         try:
             yield
@@ -76,7 +76,7 @@ class Seen(TorchDispatchMode):
 
 
 class Trace(Seen):
-    """Within this context every collective of this thread, forward and backward, is written down before it starts.
+    """Within this context every collective of this thread, forward and backward, is recorded before it starts.
 
     Not seen: collectives that other threads call, and `new_group(use_local_synchronization=True)`.
     """
@@ -87,7 +87,7 @@ class Trace(Seen):
         self.file = os.open(trace_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def __enter__(self) -> "Trace":
-        # making a group is no operator; dist.new_group and DeviceMesh both come through this function
+        # making a group is not an operator; dist.new_group and DeviceMesh both call this function
         self.make_group = distributed_c10d._new_group_with_tag
         distributed_c10d._new_group_with_tag = self._new_group
         super().__enter__()
@@ -99,7 +99,7 @@ class Trace(Seen):
         os.close(self.file)
 
     def seen(self, word: str, given: dict[str, Any]) -> None:
-        """Write it down."""
+        """Record the collective."""
         op, group, ranks, one = called(word, given)
         place, inside = _user(sys._getframe())
         blocks = word in inside if word in ("send", "recv") else not given.get("async_op", True)    # recv does, irecv does not
@@ -109,7 +109,7 @@ class Trace(Seen):
     def _new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         world = dist.group.WORLD
         if world is not None and not kwargs.get("use_local_synchronization"):
-            everyone = dist.get_process_group_ranks(world)          # must call it, members or not
+            everyone = dist.get_process_group_ranks(world)          # all must call it, members or not
             self._write(f"new_group of {rank_names(ranks or everyone)}", [], world, everyone, _user(sys._getframe())[0], waits=[])
         return self.make_group(ranks, *args, **kwargs)
 
@@ -122,8 +122,7 @@ class Trace(Seen):
 
 
 def called(word: str, given: dict[str, Any]) -> tuple[str, dist.ProcessGroup, list[int], int | None]:
-    """Of a collective: its name, such as "all-reduce" or "send to 1", its group, the group's ranks, and the one rank that has or
-    gets all, or the other of two."""
+    """(name, such as "all-reduce" or "send to 1", group, its ranks, root or peer rank if there is one) of a collective."""
     group = given["process_group" if "process_group" in given else "group_name"]
     group = _resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
     ranks = dist.get_process_group_ranks(group)
@@ -139,7 +138,7 @@ def where(frame: FrameType | None) -> str:
 
 @cache
 def _operator(func: Any) -> tuple[str, list[str]]:
-    """What an operator does, "" if it is no collective, and the names of its arguments."""
+    """What an operator does ("" if it is not a collective), and the names of its arguments."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return "", []
     spelling = func.name().replace("_", "")
@@ -148,14 +147,14 @@ def _operator(func: Any) -> tuple[str, list[str]]:
 
 
 def _awaited(word: str, one: int | None, me: int, ranks: list[int]) -> list[int]:
-    """Whose part a rank needs before it can go on."""
+    """The ranks whose part a rank needs before it can go on."""
     if word in ("reduce", "gather") and one != me:
         return []
     return [one] if one is not None and word not in ("reduce", "gather") else ranks
 
 
 def brought(word: str, given: dict[str, Any]) -> list[Tensor]:
-    """What each rank contributes, or of scatter, to which one alone contributes, what it gets."""
+    """What each rank contributes; for a scatter, to which only the root contributes, what each rank receives."""
     if word == "barrier":
         return []
     wanted = "output_tensors" if word == "scatter" else next(key for key in given if key.startswith(("input", "tensor")))
@@ -167,7 +166,7 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _user(frame: FrameType | None) -> tuple[Record, set[str]]:
-    """The innermost line outside PyTorch, or, in a check, of the answer's cell; and the names of PyTorch's functions inside."""
+    """The innermost line outside PyTorch (in a check, of the answer's cell), and the names of PyTorch's functions inside it."""
     inside = set()
     while frame and frame.f_code.co_filename.startswith((LIBRARIES, __file__)):
         inside.add(frame.f_code.co_name)

@@ -1,6 +1,6 @@
-"""A process that has imported PyTorch, and forks: what it forks is ready at once. `fork` starts it, and asks it.
+"""A process that imports PyTorch once and forks: its forks are ready at once. `fork` starts it, and asks it for a fork.
 
-The process imports nothing else of this library: whoever it forks does that, and so has the files as they are by then.
+The process imports nothing else of this library. Its forks do, so they see the files as they are by then.
 """
 
 import gc
@@ -16,11 +16,11 @@ from typing import Any
 FORKS = sys.platform == "linux"                      # elsewhere a forked process may not use all libraries
 START = 120.0                                        # seconds that it may take to import PyTorch
 MOST = 250                                           # descriptors in a message: the kernel takes 253
-ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads when it is imported
+ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads at import
 
 
 class ForkServer:
-    """The process, seen from its caller: PyTorch is imported once, however often ranks start anew."""
+    """The process, seen from its caller. It imports PyTorch once, however often ranks restart."""
 
     def __init__(self, out: int):
         self.environment = read_on_import()
@@ -35,12 +35,12 @@ class ForkServer:
         theirs.close()
 
     def usable(self) -> bool:
-        """Whether it lives, owes no answer, and has what an interpreter that starts now would have."""
+        """Whether it lives, owes no answer, and has the variables that a new interpreter would have."""
         return self.process.poll() is None and self.answered and self.environment == read_on_import()
 
     def fork(self, job: dict[str, Any], fds: list[int]) -> int:
-        """The pid of a fork that becomes a nursery, 0 if there will be none: what is said of that goes to the first `out`."""
-        self.answered = False                        # also if a Ctrl-C comes
+        """The pid of a fork that becomes a `rank_forker`; 0 if there is none, and the reason goes to the first `out`."""
+        self.answered = False                        # stays so after a Ctrl-C
         with suppress(OSError, EOFError):
             pid = ask(self.socket, job, fds)
             self.answered = True
@@ -48,7 +48,7 @@ class ForkServer:
         return 0
 
     def end(self) -> None:
-        """Stop it; what it has forked stays."""
+        """Stop it; its forks live on."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -63,7 +63,7 @@ _seed: ForkServer | None = None
 
 
 def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
-    """As `ForkServer.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
+    """`ForkServer.fork` of the server that runs, or of a new one, which prints to `out` until it has PyTorch."""
     global _seed
     if _seed and not _seed.usable():
         _seed.end()
@@ -73,7 +73,7 @@ def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
 
 
 def ask(seed: socket.socket, job: dict[str, Any], fds: list[int]) -> int:
-    """The pid of a fork of the process at the other end that calls `course.ranks.rank_process.rank_forker`.
+    """The pid of a fork of the process at the other end, which calls `course.ranks.rank_process.rank_forker`.
 
     job: `environment`, `path` (for sys.path), and `imports` and `first`, arguments of `rank_forker`. fds: descriptors for its
     `news`, for what it prints, then its `pipes`. Raises OSError or EOFError if that process is gone.
@@ -86,7 +86,7 @@ def ask(seed: socket.socket, job: dict[str, Any], fds: list[int]) -> int:
 
 
 def read(source: socket.socket, size: int) -> bytes:
-    """So many bytes; EOFError if the other end is gone."""
+    """Read `size` bytes. Raises EOFError if the other end is gone."""
     found = b""
     while len(found) < size:
         if not (more := source.recv(size - len(found))):
@@ -96,15 +96,15 @@ def read(source: socket.socket, size: int) -> bytes:
 
 
 def serve(fd: int) -> None:
-    """Fork for each job until whoever asks is gone."""
-    gc.disable()                                     # a fifth of an import goes into looking for garbage, of which it makes none
+    """Fork for each job until the caller is gone."""
+    gc.disable()                                     # garbage collection takes a fifth of an import, which makes no garbage
     import torch._dynamo  # takes a second, and every process that makes an optimizer needs it
     import torch.distributed.distributed_c10d  # noqa: F401
 
-    gc.freeze()                                      # what is here stays: forks need not look through it, and share its memory
+    gc.freeze()                                      # forks need not scan these objects, and share their memory
     seed = socket.socket(fileno=fd)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)    # nobody waits for what it forks
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)    # nobody waits for the forks
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # a reader of the ranks' output waits until all writers have closed it
     os.dup2(1, 2)
     while True:
         try:
@@ -127,7 +127,7 @@ def serve(fd: int) -> None:
 
 
 def become(job: dict[str, Any], news: int, out: int, *pipes: int) -> None:
-    """The life of a fork."""
+    """Become a rank forker: the rest of a fork's life."""
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -140,7 +140,7 @@ def become(job: dict[str, Any], news: int, out: int, *pipes: int) -> None:
     from course.ranks.rank_process import rank_forker
 
     rank_forker(job["imports"], news, job["first"], *pipes)
-    os._exit(0)                                      # at once: an interpreter with PyTorch takes its time to end
+    os._exit(0)                                      # at once: an interpreter with PyTorch ends slowly
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@
 
     ranks(4)(total, 10)                              # [60, 60, 60, 60]
 
-The ranks are processes of their own, forks of a fresh interpreter that imports PyTorch once for all of them
-(`course/ranks/fork_server.py`); not of this process, since a notebook's kernel has threads, which a fork would lose in the middle
-of whatever they are at. They stay for the next call until one goes wrong: then all are stopped, and a `RankError` tells the
-story.
+The ranks are separate processes, forked from a fresh interpreter that imports PyTorch once for all of them
+(`course/ranks/fork_server.py`). They are not forks of this process: a notebook's kernel has threads, and a fork would lose them
+in the middle of their work. The ranks stay for the next call until one fails. Then all are stopped, and a `RankError` says what
+happened.
 """
 
 import atexit
@@ -39,13 +39,13 @@ from course.ranks.fork_server import FORKS, START
 from course.utils.errors import describe_exit, rank_names
 from course.utils.machine import machine_load
 
-LONG = 20.0                                          # seconds after which it says that ranks take long to start
-GRACE = 2.0                                          # seconds that the others have left when one has failed
+LONG = 20.0                                          # seconds until it reports that ranks take long to start
+GRACE = 2.0                                          # seconds for the other ranks after one has failed
 COMMAND = "import sys; from course.ranks.rank_process import rank_forker; rank_forker(sys.argv[1], *map(int, sys.argv[2:]))"
 
 
 class Failure(NamedTuple):
-    """What befell a rank; the least of several is the first cause."""
+    """A rank's failure; the smallest of several is the first cause."""
 
     lost: bool                                       # whether it only lost another rank
     when: float
@@ -55,10 +55,10 @@ class Failure(NamedTuple):
 
 
 class RankError(Exception):
-    """A call that went wrong. `text` tells what happened; `rank` failed first, None if the ranks failed to meet.
+    """A call failed. `text` says what happened; `rank` failed first, None if the ranks failed to meet.
 
-    `unmet` is the part of the text that says how their collectives differ, if that is what went wrong: it is
-    empty if one raised or died of something else, or took too long.
+    `unmet` is the part of the text that says how their collectives differ, if that is what went wrong. It is empty if a rank
+    raised or died of something else, or took too long.
     """
 
     def __init__(self, text: str, rank: int | None = None, unmet: str = ""):
@@ -69,21 +69,22 @@ class RankError(Exception):
 def ranks(n: int, timeout: float = 60.0, imports: str = "") -> Callable[..., list[Any]]:
     """`ranks(n)(function, ...)` calls the function on n ranks, joined by gloo, and returns their results in order.
 
-    As a decorator, `@ranks(n)`, it calls the function at once and leaves the results under its name. What a
-    rank prints appears here. Raises `RankError` if a rank raises or dies, if the ranks cannot meet in a
-    collective, and if they are not done after `timeout` seconds. A rank imports a module once: after you
-    change a file, `close()` makes the next call start afresh. New ranks have the module `imports` from the start: it is
-    imported once for all of them.
+    As a decorator, `@ranks(n)`, it calls the function at once and leaves the results under its name. What a rank prints appears
+    here. A rank imports a module once: after you change a file, `close()` makes the next call start afresh. imports: a module to
+    import once for all new ranks, before they start.
+
+    Raises `RankError` if a rank raises or dies, if the ranks cannot meet in a collective, or if they are not done after `timeout`
+    seconds.
     """
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        __tracebackhide__ = True                     # IPython and pytest show the caller's line alone
+        __tracebackhide__ = True                     # IPython and pytest show only the caller's line
         call = cloudpickle.dumps((function, args, kwargs))
         with _lock:
             try:
                 if n not in _pools:
                     _pools[n] = Pool(n, imports)
                 return _pools[n].run(call, timeout)
-            except BaseException:                    # Ctrl-C too: who knows what the ranks are at
+            except BaseException:                    # Ctrl-C too: the ranks may be anywhere
                 close(n)
                 raise
 
@@ -91,7 +92,7 @@ def ranks(n: int, timeout: float = 60.0, imports: str = "") -> Callable[..., lis
 
 
 def close(n: int | None = None) -> None:
-    """Stop the ranks that wait for the next `ranks(n)`, or all."""
+    """Stop the ranks that wait for the next `ranks(n)`; without n, stop all ranks."""
     with _lock:
         for size in list(_pools) if n is None else [n]:
             if size in _pools:
@@ -110,11 +111,11 @@ class Worker:
         self.rank = rank
         self.state = "starting"                      # then "ready", "running", and "returned", "raised" or "died"
         self.reply: Any = None                       # its result, pickled, or its Failure
-        self.left = False                            # the process group that modules may have seen when they were imported
-        self.place = ""                              # the line that it is at, if asked
-        self.line = b""                              # printed and not yet ended
-        self.pid = 0                                 # 0: not born
-        self.code: int | None = None                 # with which it ended
+        self.left = False                            # whether it left the process group that imported modules may know
+        self.place = ""                              # its current line, if asked
+        self.line = b""                              # printed, but not a whole line yet
+        self.pid = 0                                 # 0: not forked yet
+        self.code: int | None = None                 # its exit code
         self.control, self.theirs = Pipe()
         self.printed, self.out = Pipe(duplex=False)  # a pipe; ranks write to it without a Connection
 
@@ -139,18 +140,18 @@ class Worker:
             print(f"[rank {self.rank}] {line.decode(errors='replace')}", flush=True)
 
     def send(self, message: Any) -> None:
-        """Send to the rank; if it is dead, that will show elsewhere."""
+        """Send to the rank; if it is dead, `hear` notices."""
         with suppress(OSError):
             self.control.send(message)
 
 
 class RankForker:
-    """The process that ranks are forked from. It tells when they are born and when they end."""
+    """The process that ranks are forked from. It reports when they start and end."""
 
     def __init__(self, workers: list[Worker], n: int, imports: str):
         self.workers = workers
         self.news, theirs = Pipe(duplex=False)
-        self.process: subprocess.Popen[bytes] | None = None      # a fork of the seed's is no child of this process
+        self.process: subprocess.Popen[bytes] | None = None      # a fork of the server is not our child
         environment = os.environ | {"WORLD_SIZE": str(n), "PYTHONPATH": os.pathsep.join(sys.path),
                                     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
         pipes = [end.fileno() for worker in workers for end in (worker.theirs, worker.out)]
@@ -168,28 +169,28 @@ class RankForker:
             end.close()
 
     def listen(self) -> bool:
-        """Take news of a rank: its process, then the code with which it ended. False if there will be no more."""
+        """Take news of a rank: first its pid, then its exit code. False if there will be no more."""
         try:
             rank, change = self.news.recv()
         except (EOFError, OSError):
             code = self.process.wait() if self.process else 1
-            for worker in self.workers:              # of whom there was no news
+            for worker in self.workers:              # those without news
                 worker.code = code if worker.code is None else worker.code
             return False
         vars(next(worker for worker in self.workers if worker.rank == rank)).update(change)
         return True
 
     def stop(self) -> None:
-        """Kill the ranks, whatever processes they started, and the process that they were forked from."""
+        """Kill the ranks, the processes that they started, and the process that they were forked from."""
         for worker in self.workers:
             if worker.pid and worker.code is None:
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, signal.SIGKILL)
-            worker.control.close()                   # at which one that was not known yet ends by itself
+            worker.control.close()                   # a rank whose pid is not known yet then ends by itself
         end = time.monotonic() + GRACE
-        while not self.news.closed:                  # it ends when all of them have
+        while not self.news.closed:                  # the forker ends when all of its ranks have
             if not self.news.poll(max(0.0, end - time.monotonic())):
-                if self.pid:                         # 0 would be this process and its kin
+                if self.pid:                         # 0 would be our own process group
                     with suppress(ProcessLookupError):
                         os.kill(self.pid, signal.SIGKILL)
                 return
@@ -206,12 +207,12 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.workers: list[Worker] = []
         self.nurseries: list[RankForker] = []
-        self.sources: dict[Any, Callable[[], bool]] = {}         # pipes, and what to do when something comes
-        self.progress: Any = None                    # of the ranks at the last look
-        self.still = 0                               # looks since there was any
+        self.sources: dict[Any, Callable[[], bool]] = {}         # pipe -> what to call when it has data
+        self.progress: Any = None                    # of the ranks at the last check
+        self.still = 0                               # checks since there was any
 
     def run(self, call: bytes, timeout: float) -> list[Any]:
-        """One call on all ranks."""
+        """Run one call on all ranks."""
         if not self.workers:
             self.start()
         self.calls += 1
@@ -232,7 +233,7 @@ class Pool:
             raise self.error(f"Not done after {timeout:g} s." if late else "", text)
         shutil.rmtree(folder)
         for worker in self.workers:
-            worker.send("forget")                    # all are done: let go of this call's groups
+            worker.send("forget")                    # all are done: leave this call's groups
         if any(worker.left for worker in self.workers):
             close(self.n)
         return [pickle.loads(worker.reply) for worker in self.workers]
@@ -254,7 +255,7 @@ class Pool:
             raise self.error(self.unstarted(), "")
 
     def unstarted(self) -> str:
-        """Why ranks did not start, as far as can be known, and what to do."""
+        """Why ranks did not start, as far as known, and what to do."""
         late = [worker.rank for worker in self.workers if worker.state == "starting"]
         why = f": after {START:g} s {rank_names(late)} had not imported PyTorch" if late else ""
         if not all(nursery.pid for nursery in self.nurseries):
@@ -263,15 +264,15 @@ class Pool:
                 "programs, or wait until the machine has less to do, and call again, or ask for fewer ranks.")
 
     def states(self) -> list[str]:
-        """What each rank is at."""
+        """The state of each rank."""
         return [worker.state for worker in self.workers]
 
     def failures(self) -> list[Failure]:
-        """What befell ranks, the cause first."""
+        """The ranks' failures, the cause first."""
         return sorted(worker.reply for worker in self.workers if worker.state in ("raised", "died"))
 
     def until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Listen to the ranks until something is so; False if it is not after so many seconds."""
+        """Listen to the ranks until `done()`; False if that takes longer than `seconds`."""
         end = time.monotonic() + seconds
         while not done():
             if time.monotonic() > end:
@@ -286,38 +287,38 @@ class Pool:
         progress = self.states(), [file.stat().st_size for file in folder.glob("*.jsonl")]
         self.still = self.still + 1 if progress == self.progress else 0
         self.progress = progress
-        return self.still == 3 and explain(folder, self.states())[1]      # not at each look: a trace may be long
+        return self.still == 3 and explain(folder, self.states())[1]      # not at each check: a trace may be long
 
     def hear(self, seconds: float) -> bool:
-        """Print what was printed, take messages, note deaths; False if nothing came for so long."""
+        """Print output, take messages, note deaths; False if nothing came for `seconds`."""
         ended = [worker for worker in self.workers if worker.code is not None]
         ready = wait(list(self.sources), seconds)
         for source in ready:
             if not self.sources[source]():
                 del self.sources[source]
                 source.close()                       # type: ignore[union-attr]
-        for worker in ended:                         # whatever they sent has been taken by now
+        for worker in ended:                         # all that they sent has been taken by now
             if worker.state in ("starting", "running"):
                 worker.state = "died"
                 worker.reply = Failure(False, time.time(), worker.rank, f"{describe_exit(worker.code or 0)}.")
         return bool(ready)
 
     def drain(self) -> None:
-        """Print all that was printed."""
+        """Print all remaining output."""
         while self.hear(0):
             pass
         for worker in self.workers:
             worker.say(b"\n" if worker.line else b"")
 
     def error(self, headline: str, explanation: str) -> RankError:
-        """All that there is to say, with the first exception as its cause."""
+        """The error with all that is known, and the first exception as its cause."""
         lost = [worker for worker in self.workers if worker.state == "running" and (headline or not explanation)]
         for worker in lost:
             worker.send("where")
         self.until(lambda: all(worker.place for worker in lost), 1.0)
         failures = self.failures()
         causes = [failure for failure in failures if not failure.lost] or failures
-        told: dict[str, list[int]] = {}              # the same text once, for all ranks that it befell
+        told: dict[str, list[int]] = {}              # text -> the ranks that failed with it
         for failure in failures:
             text = failure.text if failure in causes else "lost the connection to another rank."
             told.setdefault(text, []).append(failure.rank)
@@ -326,15 +327,15 @@ class Pool:
         alone = bool(headline) or (any(not failure.lost for failure in failures) and not explanation.startswith(DISAGREE))
         error = RankError("\n".join(filter(None, [*story, explanation])), causes[0].rank if causes else None,
                           "" if alone else explanation)
-        with suppress(Exception):                    # not every exception survives the journey
+        with suppress(Exception):                    # not every exception can be unpickled
             error.__cause__ = pickle.loads(causes[0].error)
         return error
 
     def stop(self) -> None:
-        """Kill the ranks and whatever processes they started."""
+        """Kill the ranks and the processes that they started."""
         for nursery in self.nurseries:
             for source in (nursery.news, *(worker.control for worker in nursery.workers)):
                 self.sources.pop(source, None)
             nursery.stop()
-        self.drain()                                 # their last words
+        self.drain()                                 # print their last output
         shutil.rmtree(self.folder, ignore_errors=True)

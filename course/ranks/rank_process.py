@@ -1,4 +1,4 @@
-"""A rank of `course/ranks/notebook_ranks.py`: a process that makes one call after another and sends back what came of it."""
+"""A rank of `course/ranks/notebook_ranks.py`: a process that runs one call after another and sends back the results."""
 
 import gc
 import itertools
@@ -33,14 +33,14 @@ from course.ranks.fork_server import FORKS
 from course.ranks.notebook_ranks import GRACE, Failure
 from course.utils.machine import end_with_parent
 
-FOREVER = timedelta(days=1)                          # for gloo; it is the caller who watches the time
+FOREVER = timedelta(days=1)                          # gloo's timeout; the caller watches the time
 
 
 def rank_forker(imports: str, news: int, first: int, *pipes: int) -> None:
-    """Fork ranks from this process, which has imported PyTorch; tell of each that is born or ends.
+    """Fork ranks from this process, which has imported PyTorch; report the start and end of each.
 
-    It has no threads but OpenBLAS's, which are made for forks. imports: a module that the ranks will need, or "". pipes: for each
-    rank one to talk through and one to print to. Where there are no forks each rank has a nursery of its own, and is it.
+    Its only threads are OpenBLAS's, which cope with forks. imports: a module that the ranks will need, or "". pipes: for each
+    rank one to talk through and one to print to. Without forks (macOS) each rank has its own forker, which becomes that rank.
     """
     if imports:
         import_module(imports)
@@ -57,15 +57,15 @@ def rank_forker(imports: str, news: int, first: int, *pipes: int) -> None:
         told.send((rank, {"pid": pid}))
     for end in pipes:
         os.close(end)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # a reader of the ranks' output waits until all writers have closed it
     os.dup2(1, 2)
     tend(told, born)
 
 
 def tend(told: Connection, born: dict[int, int]) -> None:
-    """Tell of each rank that ends. When the caller is gone, kill those that do not end by themselves: stopped ones, say.
+    """Report each rank that ends. When the caller is gone, kill ranks that do not end by themselves, such as stopped ones.
 
-    The kernel tells that: nobody is left to read `told`.
+    The kernel says so: the pipe `told` then has no reader.
     """
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -73,7 +73,7 @@ def tend(told: Connection, born: dict[int, int]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     watch, end = select.poll(), None
     watch.register(awake, select.POLLIN)
-    watch.register(told, 0)                          # an error comes unasked
+    watch.register(told, 0)                          # errors are reported unasked
     while born:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -93,7 +93,7 @@ def tend(told: Connection, born: dict[int, int]) -> None:
 
 
 def begin(rank: int, n: int, ends: tuple[int, int], inherited: set[int]) -> None:
-    """Become a rank with a session, a name and an output of its own."""
+    """Become a rank with its own session, name and output."""
     control, out = ends
     if os.getsid(0) != os.getpid():
         os.setsid()                                  # its own children die with it
@@ -107,7 +107,7 @@ def begin(rank: int, n: int, ends: tuple[int, int], inherited: set[int]) -> None
 
 
 def work(fd: int, rank: int, n: int) -> None:
-    """The life of a rank: call after call, until its caller is gone."""
+    """A rank's loop: call after call, until its caller is gone."""
     control, lock, main = Connection(fd), threading.Lock(), threading.get_ident()
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     folder: Path | None = None
@@ -126,7 +126,7 @@ def work(fd: int, rank: int, n: int) -> None:
                 if message != "forget":
                     folder = message["folder"].parent
                 calls.put(message)
-        if folder:                                   # the caller was killed, and cannot
+        if folder:                                   # the caller was killed, and cannot do it
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
@@ -146,7 +146,7 @@ def work(fd: int, rank: int, n: int) -> None:
 
 
 def answer(job: dict[str, Any], rank: int, n: int) -> dict[str, Any]:
-    """Make one call; returns what it changes of the caller's `Worker`."""
+    """Run one call; return what it changes in the caller's `Worker`."""
     error = b""
     try:
         prepare(job, n)
@@ -176,7 +176,7 @@ def account(error: BaseException) -> str:
 
 
 def prepare(job: dict[str, Any], n: int) -> None:
-    """Make a rank that was used before as good as new, and introduce it to the others."""
+    """Reset a rank that was used before, and connect it to the others."""
     os.chdir(job["cwd"])
     sys.path[:] = job["path"]
     linecache.cache.update({file: (len(lines), None, lines, file) for file, lines in job["cells"].items()})
@@ -187,17 +187,17 @@ def prepare(job: dict[str, Any], n: int) -> None:
         file = job["folder"].with_suffix(f".store{next(number)}")
         yield dist.FileStore(str(file), n), int(os.environ["RANK"]), n
 
-    # instead of a port, which may be taken, ranks meet at a file: a new one each time, should the function leave and join
+    # ranks meet at a file, since a port may be taken; a new file each time, in case the function leaves and joins again
     _rendezvous_handlers["env"] = meet
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=FOREVER)
 
 
 def forget_groups() -> None:
-    """Leave the groups of a call that all ranks have ended: gloo's threads, three for each, wake up a hundred times a second.
+    """Leave the groups of a call that all ranks have ended: each has three gloo threads that wake up a hundred times a second.
 
-    The world stays, since functions like to name it as their default group.
+    The world stays, since functions often have it as their default group.
     """
     for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
-    gc.collect()                                     # what the call has left behind in circles holds groups, too
+    gc.collect()                                     # the call's reference cycles hold groups, too

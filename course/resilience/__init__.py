@@ -1,1 +1,1 @@
-"""What keeps a run from being lost: stalls told, signals heeded, one writer a folder."""
+"""Keep a run alive: detect stalls, obey stop signals, allow one writer per folder."""

@@ -1,12 +1,12 @@
-"""One job writes a run, one process fills a data folder: a file with its name on it and a sign of life, so that a crash bars
-nobody for long.
+"""Lock a folder with a file that shows signs of life, so that a crash blocks nobody for long.
 
-    FOLDER/.writer   who writes it: host, process, job, since when, as JSON; its time of change is the sign of life
+    FOLDER/.writer   the writer's host, process, job and start time, as JSON; its modification time is the sign of life
 
-Locks of the operating system (flock, fcntl) are not to be had on every network file system, and say nothing of who holds them.
-A file that only one can create is to be had on all. Whoever finds one takes it over if its holder is dead on this host or was the
-same Slurm job before it was requeued; else it watches the sign of life, and takes over if there is none for SILENT seconds.
-No clock is compared with that of another node: what counts is whether the time changes.
+One job writes a run, and one process fills a data folder. Not every network file system has the operating system's locks (flock,
+fcntl), and these do not say who holds them. All have files that only one process can create. A process that finds the file takes
+over at once if the holder is dead on this host, or was the same Slurm job before a requeue. Otherwise it watches for signs of
+life, and takes over after SILENT seconds without one. Clocks of different nodes are never compared: only a change of the time
+counts.
 """
 
 import json
@@ -29,20 +29,20 @@ from course.utils.atomic_files import check_kind, make_parent, read_file
 from course.utils.errors import CourseError
 from course.utils.machine import in_notebook
 
-BEAT, SILENT = 3.0, 20.0                             # seconds between signs of life; without one, after which a holder is dead
-SETTLE = 0.5                                         # seconds in which another one who took over at the same time would show
+BEAT, SILENT = 3.0, 20.0                             # seconds between signs of life; without one, until a holder counts as dead
+SETTLE = 0.5                                         # seconds in which a process that takes over at the same time would show
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes a folder."""
+    """The process that writes a folder."""
 
     token: str                                       # different for each start
     host: str
-    space: str                                       # of processes: their numbers mean something to whoever shares it
+    space: str                                       # the namespace in which the pid is valid
     pid: int
-    began: float                                     # when the process did: its number may be given again
-    job: str                                         # Slurm's number, and how often it was requeued
+    began: float                                     # start time of the process, since pids are reused
+    job: str                                         # Slurm's job ID, and how often it was requeued
     restart: str
     since: float
 
@@ -55,9 +55,9 @@ class Writer:
 
 @contextmanager
 def only_writer(run: Path, everyone: Axis) -> Iterator[str]:
-    """Within the block no other job writes the run. All of `everyone` call it; if rank 0 cannot have the lock, all raise.
+    """Let no other job write the run within the block. All of `everyone` call it; if rank 0 cannot get the lock, all raise.
 
-    Yields a name of this start, the same on all ranks, that no other start has.
+    Yields a name of this start: the same on all ranks, different from every other start.
     """
     lock = Lock(run)
     taken = run_on_all(everyone, lambda: lock.take() if everyone.rank == 0 else "")
@@ -70,10 +70,8 @@ def only_writer(run: Path, everyone: Axis) -> Iterator[str]:
 
 @contextmanager
 def only_maker(folder: Path) -> Iterator[None]:
-    """Within the block no other process fills this data folder. While one does, wait: look then for what it has left to do.
-
-    Two notebooks that want the same data, or a class on a shared disk, so make it once.
-    """
+    """Let no other process fill this data folder within the block. Waits while one does: then check what is left to do. So two
+    notebooks that want the same data, or a class on a shared disk, make it only once."""
     lock = Lock(folder, patient=True)
     lock.take()
     try:
@@ -83,8 +81,8 @@ def only_maker(folder: Path) -> Iterator[None]:
 
 
 def make_once(folder: Path, is_made: Callable[[], bool], make: Callable[[], object]) -> bool:
-    """Make what is not made, as the only maker of a data folder; False if it was there, or another process made it meanwhile. Of
-    what is there nothing is written: a shared folder may be read-only."""
+    """Make what is not made yet, as the only maker of a data folder. Returns False if it exists, or another process made it
+    meanwhile. If it exists nothing is written, since a shared folder may be read-only."""
     if is_made():
         return False
     with only_maker(folder):
@@ -95,7 +93,7 @@ def make_once(folder: Path, is_made: Callable[[], bool], make: Callable[[], obje
 
 
 class Lock:
-    """The right to write a folder, for one process of a job. patient: wait while another one has it, rather than raise."""
+    """The right of one process of a job to write a folder. patient: wait while another process has it, instead of raising."""
 
     def __init__(self, folder: Path, patient: bool = False):
         self.folder, self.patient, self.path, self.me = folder, patient, folder / ".writer", this_writer()
@@ -103,12 +101,12 @@ class Lock:
         self._thread = threading.Thread(target=self._live, name="lock", daemon=True)
 
     def take(self) -> str:
-        """Returns our token; raises `CourseError`, which names who writes the folder, if somebody does and we are not patient."""
+        """Acquire the lock; return our token. Unless patient, raises `CourseError`, which names the holder, if there is one."""
         while not self._create():
             holder = read_lock(self.path)            # None while it is being written
             clear = holder is not None and (was_mine_before(holder, self.me) or is_dead(holder, self.me))
             if not clear and not self._silent():
-                continue                             # it has just finished: whoever is first now has it
+                continue                             # the holder has just released it: compete again
             self._take_over()
             if read_lock(self.path) == self.me:
                 break
@@ -116,40 +114,39 @@ class Lock:
         return self.me.token
 
     def release(self) -> None:
-        """Let others write it."""
+        """Release the lock."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(BEAT)                  # or it might write the file once more
+            self._thread.join(BEAT)                  # else it might write the file once more
         with suppress(OSError):
             if self.held():
                 self.path.unlink()
-            self.folder.rmdir()                      # goes only where nothing else is in it: who is refused leaves no trace
+            self.folder.rmdir()                      # removes only an empty folder: a refused start leaves no trace
             self.folder.parent.rmdir()
 
     def held(self) -> bool:
-        """Whether it is still ours: whoever sleeps too long (a stopped process, a closed laptop) loses it."""
+        """Whether the lock is still ours. A process that sleeps too long (stopped, or a closed laptop) loses it."""
         return read_lock(self.path) == self.me
 
     def _create(self) -> bool:
-        """Write the file, unless there is one; only one of several succeeds."""
-        make_parent(self.path)                             # each time: whoever gives it up takes an empty folder along
+        """Create the file unless it exists; only one of several processes succeeds."""
+        make_parent(self.path)                             # each time: a release also removes an empty folder
         try:
             self._put(self.path)
         except FileExistsError:
-            check_kind(self.path)                    # nobody could ever write a name into a named pipe, or give up a folder
+            check_kind(self.path)                    # a named pipe or a folder here would never be released
             return False
         return True
 
     def _take_over(self) -> None:
-        """Put our name on it; of several who do so the last one keeps it."""
+        """Replace the holder's name by ours. If several processes do so, the last one keeps the lock."""
         mine = self.path.with_name(f".writer.{self.me.token}")
         self._put(mine)
         os.replace(mine, self.path)
         time.sleep(SETTLE)
 
     def _put(self, path: Path) -> None:
-        """Make a file with our name in it. A full disk has room for a file and none for the name: then it goes again, since an
-        empty one looks like a job that has just begun."""
+        """Create a file with our name. If the disk has no space for the name, remove it: an empty file looks like a new job."""
         made = False
         try:
             with open(path, "x", encoding="utf-8") as out:
@@ -163,7 +160,8 @@ class Lock:
             raise CourseError(f"cannot write {path} ({error.strerror}): choose another folder, or free space") from error
 
     def _silent(self) -> bool:
-        """Whether the holder gives no sign of life for a while; False when its file goes. Raises at a sign, unless patient."""
+        """Whether the holder shows no sign of life for SILENT seconds; False when its file goes. Unless patient, raises at a
+        sign."""
         first, until, told = modified_at(self.path), time.monotonic() + SILENT, ""
         while time.monotonic() < until:
             time.sleep(BEAT / 4)
@@ -186,28 +184,28 @@ class Lock:
         return True
 
     def _live(self) -> None:
-        """The life of the thread: a sign every few seconds, as long as it is ours."""
+        """The thread's loop: show a sign of life every few seconds, as long as the lock is ours."""
         while not self._over.wait(BEAT):
             with suppress(OSError, CourseError):
                 if self.held():
                     os.utime(self.path)
-                elif not self.path.exists():         # somebody removed or renamed the folder: who comes must find a writer
+                elif not self.path.exists():         # somebody removed or renamed the folder: newcomers must find a writer
                     self._create()
-                elif (other := read_lock(self.path)) and not in_notebook():             # a notebook's process is not ours to end
+                elif (other := read_lock(self.path)) and not in_notebook():             # never end a notebook's kernel
                     print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "
                           f"for {SILENT:g} s: it ends", file=sys.stderr, flush=True)
                     os._exit(1)
 
 
 def this_writer() -> Writer:
-    """This process, as a holder."""
+    """This process as a lock holder."""
     number, restart = job()
     pid = os.getpid()
     return Writer(uuid.uuid4().hex, platform.node(), process_space(), pid, process_start_time(pid), number, restart, time.time())
 
 
 def process_start_time(pid: int) -> float:
-    """When a process began. On Linux in ticks since the machine did, because its clock may be set; elsewhere in seconds."""
+    """When a process began: on Linux in clock ticks since boot, because the clock may be set; elsewhere in seconds."""
     with suppress(OSError, ValueError, IndexError):
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return float(told.rpartition(")")[2].split()[19])               # proc(5): starttime
@@ -215,14 +213,14 @@ def process_start_time(pid: int) -> float:
 
 
 def process_space() -> str:
-    """What numbers of processes here mean: containers may have numbers of their own."""
+    """The namespace of this process's pid: containers may number processes on their own. "" if the system does not say."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def read_lock(path: Path) -> Writer | None:
-    """Who stands in a file; None if there is none, or it is not complete."""
+    """The writer that a lock file names; None if there is no file, or it is incomplete."""
     try:
         return Writer(**json.loads(read_file(path)))
     except (OSError, ValueError, TypeError):
@@ -230,8 +228,8 @@ def read_lock(path: Path) -> Writer | None:
 
 
 def modified_at(path: Path) -> int | None:
-    """When a file was last changed, as its server says; None if there is none. Opened, because that makes NFS ask the server."""
-    with suppress(OSError):                          # one that only its owner may read has a time, too
+    """A file's modification time as its server says, None if there is no file. Opening it first makes NFS ask the server."""
+    with suppress(OSError):                          # a file that we may not read has a time, too
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     try:
         return path.stat().st_mtime_ns
@@ -240,18 +238,17 @@ def modified_at(path: Path) -> int | None:
 
 
 def was_mine_before(holder: Writer, me: Writer) -> bool:
-    """Whether the holder is this Slurm job before it was requeued: Slurm starts it again only when it has ended."""
+    """Whether the holder is this Slurm job before a requeue: Slurm restarts a job only after it has ended."""
     return bool(me.job) and holder.job == me.job and holder.restart != me.restart
 
 
 def is_dead(holder: Writer, me: Writer) -> bool:
-    """Whether the holder, a process that this one could see, is no more."""
+    """Whether the holder is a process that this one could see, and has ended."""
     return (holder.host, holder.space) == (me.host, me.space) and has_ended(holder.pid, holder.began)
 
 
 def has_ended(pid: int, began: float | None = None) -> bool:
-    """Whether a process of this machine is no more; began: what `process_start_time` said of it, since its number may be given
-    again."""
+    """Whether a process of this machine has ended. began: its `process_start_time`, since pids are reused."""
     try:
         zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         return zombie or (began is not None and abs(process_start_time(pid) - began) > 1)

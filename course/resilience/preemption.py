@@ -1,7 +1,7 @@
-"""Stopping when asked to: SIGTERM and SIGUSR1 (a batch system's warnings) and Ctrl-C save the run and end it.
+"""Stop on request: SIGTERM and SIGUSR1 (a batch system's warnings) and Ctrl-C save the run and end it.
 
-And ending when another rank has failed, in seconds: this one may be waiting for it inside CUDA, where no signal reaches it, and
-it has been told to take signals for wishes.
+If another rank fails, end this one within seconds. It may be waiting for the other inside CUDA, where no signal ends it, because
+its signal handlers only set a flag.
 """
 
 import os
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from course.parallel.mesh import Axis, abandoned, launched
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-GO_ON = 75                                           # status of a run that was stopped and can go on, EX_TEMPFAIL of sysexits.h
-LOOK, GRACE = 0.5, 2.0                               # seconds between looks at the others; that an exception of our own may take
-STORE = 5.0                                          # seconds in which the store answers, if it does
+GO_ON = 75                                           # exit status of a stopped run that can go on: EX_TEMPFAIL of sysexits.h
+LOOK, GRACE = 0.5, 2.0                               # seconds between checks of the other ranks; seconds for our own exception
+STORE = 5.0                                          # seconds to wait for the store's answer
 
 
 class StopSignal:

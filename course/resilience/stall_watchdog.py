@@ -1,12 +1,12 @@
-"""Who stalls, and where: each rank writes down that it is alive and what it is about, and one tells when all are stuck.
+"""Detect a stalled run and report where each rank is. Each rank records what it is doing; one reports when all are stuck.
 
-    RUN/.ranks/00003            a record of rank 3, written again every few seconds by a thread of it
+    RUN/.ranks/00003            rank 3's record, which one of its threads rewrites every few seconds
     RUN/.ranks/00003.stack      its stacks, if Python's lock was held so long that the thread could not write
 
-The files lie in the run's folder because every rank can reach that anyhow, whoever else is stopped or gone. The training thread
-leaves a note of what it begins (`at`), a plain tuple: no collective, nothing that waits for the device. A run has stalled when
-each rank that answers has been at one thing for longer than it may: so whoever compiles, validates or saves, which may take
-longer, excuses those that wait for it. Which collective a rank waits in comes from PyTorch's flight recorder, of gloo and NCCL.
+The files lie in the run's folder because every rank can reach it, whichever others are stopped or gone. The training thread notes
+what it begins (`at`), in a plain tuple: no collective, no wait for the device. A run has stalled when every rank that answers has
+been at one thing for longer than allowed. So a rank that compiles, validates or saves, which may take longer, excuses the ranks
+that wait for it. PyTorch's flight recorder (gloo and NCCL) says which collective a rank waits in.
 """
 
 import faulthandler
@@ -36,36 +36,36 @@ from course.utils.atomic_files import check_kind, read_file
 from course.utils.errors import CourseError, rank_names
 from course.utils.machine import in_notebook
 
-SLOW, LEAST = 6.0, 60.0                              # how many times stall_s starting, compiling, validating and saving may take,
-                                                     # and the seconds that they may take at any rate
-BEAT = 2.0                                           # seconds between two records of a rank, of few ranks
+SLOW, LEAST = 6.0, 60.0                              # starting, compiling, validating and saving may take SLOW times
+                                                     # stall_s, and in any case LEAST seconds
+BEAT = 2.0                                           # seconds between a rank's records, if there are few ranks
 MISSED = 3                                           # records that a rank may miss before it counts as silent
-GRACE = 2.0                                          # seconds for the one that tells, before the others end
-NEAR = 16                                            # ranks on either side that one looks after: those of its node are next to it
-SIZE, SHORT = 16_384, 1024                           # bytes of a record: taken at once, so that a full disk loses none; of
-                                                     # which so many are written as long as there is no stack to tell
-PARTS = ("starting", "waiting for data", "in its step", "validating", "saving")      # of a step, in order
+GRACE = 2.0                                          # seconds for the rank that reports, before the others end
+NEAR = 16                                            # ranks on either side that a rank checks: ranks of one node are adjacent
+SIZE, SHORT = 16_384, 1024                           # bytes of a record, allocated at once, so that a full disk loses none;
+                                                     # bytes that are written while there is no stack to report
+PARTS = ("starting", "waiting for data", "in its step", "validating", "saving")      # parts of a step, in order
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank says of itself."""
+    """What a rank reports of itself."""
 
     rank: int
     host: str
     pid: int
-    space: str = ""                                  # in which its number counts
-    start: str = ""                                  # of the run: each has a name of its own
+    space: str = ""                                  # the namespace in which the pid is valid
+    start: str = ""                                  # the name of this start of the run
     beat: int = 0                                    # counts its records
-    time: float = 0.0                                # when this one was written, of its own clock
+    time: float = 0.0                                # when it was written, by the rank's own clock
     step: int = 0
     doing: str = "starting"
-    since: float = 0.0                               # when it began that
-    stuck: bool = False                              # whether it has been at that for longer than it may
-    place: str = ""                                  # of a stuck one: the line of the training thread,
-    waits: str = ""                                  # the first collective that is not complete,
+    since: float = 0.0                               # when it began this
+    stuck: bool = False                              # whether it has been at this for longer than allowed
+    place: str = ""                                  # if stuck: the training thread's line,
+    waits: str = ""                                  # its first incomplete collective,
     stack: str = ""                                  # and its stack
-    end: str = ""                                    # how it ended: a sentence
+    end: str = ""                                    # how it ended, as a sentence
 
     @property
     def who(self) -> str:
@@ -75,12 +75,13 @@ class Record:
 
 @dataclass
 class Watchdog:
-    """Use as a context around a run; `at` says what its rank begins. stall_s: seconds that a step may take; 0: no watch.
+    """Watch a run for stalls, as a context around it; `at` notes what this rank begins.
 
-    start: the same on all ranks, different for each start. What is left of another start says nothing of this one.
+    stall_s: seconds that a step may take; 0: no watch. start: the same on all ranks, different for each start. Records of other
+    starts are ignored.
 
-    If the run stalls, one rank tells on stderr which rank does not come, where it is and who waits for it, and all end with
-    status 1. If the block ends because another rank is gone, that becomes a `CourseError` which names that one.
+    If the run stalls, one rank reports on stderr which rank is late, where it is and who waits for it. Then all ranks end with
+    status 1. If the block ends because another rank is gone, it raises a `CourseError` that names that rank.
     """
 
     run: Path
@@ -99,7 +100,7 @@ class Watchdog:
         self.at(0, "starting", slow=True)
 
     def at(self, step: int, doing: str, slow: bool = False) -> None:
-        """This rank begins something; slow: that may take longer than a step."""
+        """Note that this rank begins something; slow: it may take longer than a step."""
         self._now = time.monotonic(), time.time(), step, doing, slow
 
     def __enter__(self) -> "Watchdog":
@@ -120,7 +121,7 @@ class Watchdog:
         if not self.watching():
             return
         self._over.set()
-        self._thread.join(5)                         # or it might write once more
+        self._thread.join(5)                         # else it might write once more
         faulthandler.cancel_dump_traceback_later()
         self._dump.close()
         refused = isinstance(error, CourseError) and self._now[2] == 0      # before its first step: leaves no trace
@@ -135,13 +136,13 @@ class Watchdog:
             self._report_lost_rank(error)
 
     def watching(self) -> bool:
-        """Whether there is a watch: not in a notebook's own process, which must not be ended."""
+        """Whether to watch: never in a notebook's own process, which must not be ended."""
         return self.stall_s > 0 and not in_notebook()
 
     def _watch(self) -> None:
-        """The life of the thread: write, look at one neighbour, and judge if stuck."""
+        """The thread's loop: write a record, decide if stuck, and check a neighbor."""
         while not self._over.wait(self.period):
-            with suppress(OSError):                  # of a file system that does not answer: the next beat tries again
+            with suppress(OSError):                  # if the file system does not answer, the next beat tries again
                 self._dump.truncate(0)
             faulthandler.dump_traceback_later(max(MISSED * self.period, 2.0), file=self._dump)  # unless the next beat comes first
             begun, *_, slow = self._now
@@ -152,7 +153,7 @@ class Watchdog:
             self._check_neighbor()
 
     def _write(self, **more: Any) -> None:
-        """Write the record, in place: a full disk has room for what is there already."""
+        """Write the record in place, where a full disk still has space for it."""
         _, since, step, doing, _ = self._now
         plight: dict[str, Any] = {"stuck": False, "place": "", "waits": "", "stack": ""} | more
         short = self.record.beat > 0 and not self.record.stuck and not more         # the rest of the file is blank
@@ -165,13 +166,13 @@ class Watchdog:
                 out.write(encode_record(self.record).ljust(SHORT if short else SIZE))
 
     def _position(self) -> dict[str, Any]:
-        """Where the training thread is, and in which collective."""
+        """The training thread's line, collective and stack."""
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame))
         return {"stuck": True, "place": where(frame), "waits": pending_collective(), "stack": stack[-9000:]}
 
     def _read(self, rank: int) -> Record | None:
-        """What a rank says of itself in this start."""
+        """A rank's record, if it is from this start."""
         found = read_record(self.run, rank)
         return found if found is not None and found.start == self.start else None
 
@@ -185,7 +186,7 @@ class Watchdog:
         return found, now - when < MISSED * self.period
 
     def _decide(self) -> None:
-        """This rank is stuck. The lowest that answers decides whether all are, and tells; the others follow it."""
+        """This rank is stuck. The lowest rank that answers decides whether all are, and reports; the others follow it."""
         for rank in range(self.world.rank):
             found, answers = self._check_rank(rank)
             if answers:
@@ -198,12 +199,12 @@ class Watchdog:
         silent = {rank for rank, (_, answers) in looks.items() if not answers}
         records = {rank: found or Record(rank, "an unknown node", 0) for rank, (found, _) in looks.items()}
         if all(record.stuck or record.end for rank, record in records.items() if rank not in silent):
-            records[self.world.rank] = self.record   # else somebody is at work, or may still be
+            records[self.world.rank] = self.record   # else a rank is at work, or may still be
             self._end("\n".join(stall_report(self.run, records, silent, self.stall_s)))
 
     def _check_neighbor(self) -> None:
-        """Is the next rank, if it is of this machine, dead without a word? NCCL would let its peers wait for it. One that is
-        stopped looks at nobody, so that this rank looks further."""
+        """Check whether the next rank, if on this machine, has died without a word: NCCL would let its peers wait for it. A
+        stopped rank checks nobody, so this rank then checks the one after it."""
         found = None
         for step in range(1, min(NEAR, self.world.size - 1) + 1):
             rank = (self.world.rank + step) % self.world.size
@@ -216,17 +217,18 @@ class Watchdog:
                 self._end(describe_gone(self.run, again))
 
     def _end(self, text: str) -> None:
-        """Tell, and end this process, whatever its training thread is in."""
+        """Report, and end this process, whatever its training thread is doing."""
         print(f"course: {text}", file=sys.stderr, flush=True)
         self._write(end="told that the run cannot go on")
-        threading.Thread(target=fail, args=(self.world,), daemon=True).start()      # may hang where the store is kept
+        threading.Thread(target=fail, args=(self.world,), daemon=True).start()      # may hang on the rank that serves the store
         time.sleep(min(GRACE, self.period))
         self.end_silent()
         os._exit(1)
 
     def end_silent(self) -> None:
-        """Kill ranks of this node that cannot end by themselves, now that the run has failed: stopped ones, and those that have
-        long been silent. They would hold the job until its launcher gives up. Of many ranks each looks after those next to it.
+        """After a failure, kill ranks of this node that cannot end by themselves: stopped ones, and those long silent.
+
+        They would hold the job until its launcher gives up. Each rank checks only its neighbors, up to NEAR on either side.
         """
         for rank in range(max(0, self.world.rank - NEAR), min(self.world.size, self.world.rank + NEAR + 1)):
             found, answers = self._check_rank(rank)
@@ -235,7 +237,7 @@ class Watchdog:
                     os.kill(found.pid, signal.SIGKILL)
 
     def _report_lost_rank(self, error: BaseException) -> None:
-        """Another rank is gone. The lowest of those left finds out who, and says so; the others end without a word."""
+        """Another rank is gone. The lowest remaining rank finds out which, and reports it; the others end without a word."""
         until = time.monotonic() + (MISSED + 1) * self.period
         self._wait_for_lower_rank(until)
         guilty = None
@@ -252,10 +254,9 @@ class Watchdog:
         raise CourseError(describe_gone(self.run, guilty)) from error
 
     def _wait_for_lower_rank(self, until: float) -> None:
-        """End if a lower rank is left, which then tells; return if this one is the lowest.
+        """End if a lower rank remains, which then reports; return if this rank is the lowest.
 
-        Each time it looks at twice as many: where the lowest rank lives, all others read its record alone, and not all of them
-        the records of all.
+        Each round checks twice as many ranks: if the lowest rank lives, the others hardly read more than its record.
         """
         looked, left, first = 0, self.world.rank > 0, dict[int, int]()
         while left and time.monotonic() < until:
@@ -271,11 +272,11 @@ class Watchdog:
             time.sleep(self.period / 10)
 
     def _has_explained(self, rank: int, found: Record | None) -> bool:
-        """Whether a rank has ended by itself and told why."""
+        """Whether a rank has ended by itself and said why."""
         return bool(found and found.end.startswith("failed")) or not record_path(self.run, rank).exists()
 
     def _end_quietly(self) -> NoReturn:
-        """End, because another rank has told why."""
+        """End, because another rank has said why."""
         print("another rank has failed: this one ends, too", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
@@ -286,7 +287,7 @@ class Watchdog:
             Path(f"{path}.stack").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             path.parent.rmdir()
-            self.run.rmdir()                         # goes only where nothing else is in it
+            self.run.rmdir()                         # removes only an empty folder
             self.run.parent.rmdir()
 
 
@@ -303,7 +304,7 @@ def remove_old_records(run: Path, size: int) -> None:
 
 
 def record_path(run: Path, rank: int) -> Path:
-    """Where a rank's record is."""
+    """The path of a rank's record."""
     return run / ".ranks" / f"{rank:05d}"
 
 
@@ -316,9 +317,9 @@ def read_record(run: Path, rank: int) -> Record | None:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as at most SIZE bytes: what is longer leaves an end behind when a shorter one is written over it.
+    """A record as at most SIZE bytes: when a short record overwrites a longer one, the end of that would stay.
 
-    Of a stack the newest calls stay: a letter that is not ASCII takes up to twelve bytes.
+    The newest calls of a stack are kept. A non-ASCII letter takes up to twelve bytes.
     """
     record = replace(record, place=record.place[:500], waits=record.waits[:500], end=record.end[:500])
     while len(text := json.dumps(asdict(record)).encode()) > SIZE:
@@ -327,19 +328,19 @@ def encode_record(record: Record) -> bytes:
 
 
 def read_stacks(run: Path, rank: int) -> str:
-    """What `faulthandler` has written of a rank whose threads could not run; "" if it has not."""
+    """The stacks that `faulthandler` wrote for a rank whose threads could not run; "" if there are none."""
     with suppress(OSError):
         return read_file(Path(f"{record_path(run, rank)}.stack")).decode(errors="replace").rstrip()
     return ""
 
 
 def is_dead(record: Record) -> bool:
-    """Whether a rank's process, if it is one of this node, is no more."""
+    """Whether a rank's process was on this node and has ended."""
     return is_here(record) and has_ended(record.pid)
 
 
 def is_here(record: Record) -> bool:
-    """Whether a rank's process is one of this node, and its number means something here."""
+    """Whether a rank's process is on this node, in our namespace of pids."""
     return (record.host, record.space) == (node(), process_space())
 
 
@@ -357,9 +358,9 @@ def first_line(error: BaseException) -> str:
 
 
 def pending_collective() -> str:
-    """The first collective of this process that is not complete, by PyTorch's flight recorder; "" if there is none."""
+    """This process's first incomplete collective, by PyTorch's flight recorder; "" if there is none."""
     entries: list[dict[str, Any]] = []
-    for which in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):      # each has a recorder of its own, NCCL and gloo
+    for which in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):      # NCCL and gloo have separate recorders
         dump = getattr(torch._C._distributed_c10d, which, None)
         with suppress(RuntimeError, ValueError, TypeError):
             entries += json.loads(dump(True, True)).get("entries", []) if dump else []
@@ -374,7 +375,7 @@ def pending_collective() -> str:
 
 
 def stall_report(run: Path, records: Mapping[int, Record], silent: set[int], stall_s: float) -> list[str]:
-    """What a stalled run has to say: who does not come, where the others wait, and the stacks of the former."""
+    """The report of a stalled run: which ranks are late, where the others wait, and the stacks of the late ones."""
     answering = [record for rank, record in sorted(records.items()) if rank not in silent]
     late = [record for record in answering if not record.waits and not record.end]
     if len(late) in (0, len(answering)):             # nobody, or everybody
@@ -399,13 +400,13 @@ def stall_report(run: Path, records: Mapping[int, Record], silent: set[int], sta
 
 
 def ranks_behind(records: list[Record]) -> list[Record]:
-    """Those that are not as far as others, by what they noted: of collectives in a CUDA graph the recorder knows no end."""
+    """The ranks behind others, by their own notes: the recorder never sees collectives in a CUDA graph complete."""
     order = [(record.step, PARTS.index(record.doing)) for record in records]
     return [record for record, place in zip(records, order, strict=True) if place == min(order) < max(order)]
 
 
 def describe_silent(run: Path, record: Record) -> str:
-    """A rank that does not answer."""
+    """A rank that does not answer, in a sentence."""
     held = "its training thread holds Python's lock" if read_stacks(run, record.rank) else "it is stopped, or its node is gone"
     what = "is dead" if is_dead(record) else f"does not answer: {held}"
     return (f"{record.who} {what}; it was last heard at {format_clock(record.time)}, at step {record.step}, {record.doing} since "
@@ -413,7 +414,7 @@ def describe_silent(run: Path, record: Record) -> str:
 
 
 def describe_late(record: Record) -> str:
-    """A rank that answers, but for whom the others wait."""
+    """A rank that answers, but keeps the others waiting."""
     return f"{record.who} is at step {record.step}, {record.doing} since {format_clock(record.since)}, in {record.place}"
 
 
@@ -424,7 +425,7 @@ def describe_gone(run: Path, record: Record) -> str:
 
 
 def resume_hint(run: Path) -> str:
-    """What is not lost."""
+    """Where the run goes on when it is started again."""
     saved = steps(run / "checkpoints")
     return f"Start it again: it goes on from {saved[-1]}." if saved else "It has no checkpoint yet: start it again."
 

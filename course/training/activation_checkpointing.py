@@ -1,8 +1,8 @@
-"""Activation checkpointing: keep less from the forward pass, compute it again in the backward pass.
+"""Activation checkpointing: keep less from the forward pass, recompute it in the backward pass.
 
-    full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
-    selective   keep what matmuls, convolutions and attention put out, which is dear (`EXPENSIVE_OPS`); compute norms, GELU,
-                dropout and sums again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
+    full        keep only each block's input: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
+    selective   keep the outputs of matmuls, convolutions and attention, which are expensive (`EXPENSIVE_OPS`); recompute norms,
+                GELU, dropout and sums, which are cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
 
 Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.
 """
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from course.models import Model
 
 Forward = Callable[..., Any]
-# by the beginning of the operator's name: matmuls, convolutions, fused attention, and those with communication beside them
+# prefixes of operator names: matmuls, convolutions, fused attention, and operators that overlap these with communication
 EXPENSIVE_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::convolution", "aten::_scaled_dot_product",
         "course::product", "course::attention", "course::gather_linear", "course::linear_scatter", "course::ring")
 
@@ -41,7 +41,7 @@ def checkpoint_activations(model: Model, how: str) -> Model:
 
 
 def wrap_forward(blocks: Iterable[nn.Module], wrap: Callable[[Forward], Forward]) -> None:
-    """Let blocks compute by `wrap` of the forward pass of their class: each gets a subclass of it, all of one class the same."""
+    """Replace the blocks' `forward` by `wrap(forward)`: each block gets a subclass of its class, one for all of that class."""
     made: dict[type, type] = {}
     for block in blocks:
         kind = type(block)
@@ -51,8 +51,8 @@ def wrap_forward(blocks: Iterable[nn.Module], wrap: Callable[[Forward], Forward]
 
 
 def checkpointed(forward: Forward, contexts: dict[str, Any]) -> Forward:
-    """A forward pass that is run again in the backward pass. A function of this file, because torch.compile begins at none of
-    PyTorch's own: with `partial(checkpoint, ...)` as its forward a block would silently stay uncompiled."""
+    """A forward pass that runs again in the backward pass. It is a function of this file, because torch.compile starts at none
+    of PyTorch's own: with `partial(checkpoint, ...)` as its forward, a block would silently stay uncompiled."""
     def run(*inputs: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
 

@@ -1,4 +1,4 @@
-"""A run's model, optimizer and step from its configuration: the ordered list of surgeries on the serial model."""
+"""Build a run's model, optimizer and step from its configuration: an ordered list of surgeries on the serial model."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     progress: Progress
     step: Step
-    scaling: native.Scaling                             # of native FP8; without it, of nothing
+    scaling: native.Scaling                             # of native FP8; empty without it
 
     @property
     def mesh(self) -> Mesh:
@@ -44,9 +44,9 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
 
     noise: the standard deviation of weights that would start at zero.
 
-    Each surgery stands where it must: a number format before the cut, since a linear keeps its product when it is cut; values
-    after the cut, so that a rank draws its own part alone; Transformer Engine after the values, since its modules take the
-    parameters as they are; fused operators before what wraps blocks; compilation last, of what blocks compute by then.
+    The order matters. The number format comes before the cut, because a cut linear keeps its product. Values come after the cut,
+    so that a rank draws only its own part. Transformer Engine comes after the values, because its modules take the parameters as
+    they are. Fused operators come before anything wraps the blocks, and compilation comes last, except within checkpoints.
     """
     set_matmul_precision(config.precision)
     attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)

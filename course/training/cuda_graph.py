@@ -1,13 +1,13 @@
 """A whole training step as one CUDA graph: captured once, then replayed.
 
 A step of a small model is thousands of kernels of a few microseconds each, and the host takes longer to launch them than the
-GPU to run them. A graph is the list of all these launches, with their addresses, handed over at once. So whatever a replay works
-on must lie where it lay when the step was captured:
+GPU to run them. A graph is the list of all these launches with their addresses, submitted at once. So everything that a replay
+uses must stay at the address that it had during the capture:
 
     the batch           is copied into the tensors that were captured
     parameters, states  are updated in place; learning rate, step count and loss scale are tensors on the device
-    results             come back as copies: the next replay writes over the originals
-    Python              does not run at all: what it decided in the capture is decided for good
+    results             are returned as copies: the next replay overwrites the originals
+    Python              does not run at all: its decisions during the capture are final
 
 Source: CUDA's programming guide on graphs, and PyTorch's notes on `torch.cuda.graph`.
 """
@@ -23,11 +23,11 @@ from course.training.step import Step
 from course.utils.errors import CourseError
 
 WARM = 3                                            # real steps before the capture: in them libraries choose algorithms, NCCL
-                                                    # makes its connections, and the optimizer its states
+                                                    # connects, and the optimizer makes its states
 
 
 def graphed(step: Step, gradients: GradientSync, mesh: Mesh) -> Step:
-    """The same step, replayed from a CUDA graph from its fourth call on. `CourseError` without a GPU."""
+    """The same step, replayed from a CUDA graph from its fourth call on. Raises `CourseError` without a GPU."""
     if mesh.world.device.type != "cuda":
         raise CourseError("graphs=true needs a GPU: set graphs=false")
     return GraphedStep(step, gradients, mesh.world.device)

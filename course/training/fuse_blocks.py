@@ -1,8 +1,8 @@
-"""Surgery that puts fused operators into the blocks of a model, with `kernels=triton`.
+"""Surgery that puts fused operators into a model's blocks, with `kernels=triton`.
 
 A block has three steps between its matmuls: a norm; a sum and a norm; a sum (`ops/fused_add_norm.py`). Between the matmuls of its
-MLP lies GELU (`ops/fused_gelu.py`), and between those of attention, attention (`ops/packed_attention.py`). A module that computes
-so is the same object with the same parts and a subclass of its class.
+MLP comes GELU (`ops/fused_gelu.py`), between those of attention the attention itself (`ops/packed_attention.py`). A fused module
+stays the same object with the same parts; its class becomes a subclass.
 """
 
 
@@ -47,14 +47,14 @@ class FusedGPTBlock(gpt.Block):
 
 
 class PackedAttention(layers.Attention):
-    """Attention over what the linear before it puts out, as it is; backward also gives the gradient of that linear's bias."""
+    """Attention directly on the QKV linear's output; backward also computes the gradient of that linear's bias."""
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return packed(self, x)
 
 
 class PackedGroupedAttention(layers.GroupedAttention):
-    """The same of GPT. While text is generated, keys and values of past tokens come from elsewhere: then the module's own."""
+    """The same for GPT. In text generation another `core` supplies past keys and values: then the module's own forward runs."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         return packed(self, x) if type(self.core) is layers.Attend else super().forward(x, batch)
@@ -73,7 +73,7 @@ FUSED: dict[type, type] = {
 
 
 def packed(attn: layers.Attention | layers.GroupedAttention, x: Tensor) -> Tensor:                             # (B, T, D)
-    """Attention over queries, keys and values as `attn.qkv` puts them out."""
+    """Attention directly on the queries, keys and values that `attn.qkv` returns."""
     qkv = attn.qkv(x).unflatten(-1, (3, -1, attn.head_dim))             # (B, T, 3, h, d)
     return attn.out(packed_attention(qkv, deferred_bias(attn.qkv), attn.core.causal).flatten(2))        # (B, T, D)
 
@@ -85,16 +85,15 @@ def add_layer_norm(x: Tensor, y: Tensor | None, norm: nn.Module, before: Tensor 
 
 
 def check_device(device: torch.device) -> None:
-    """Raise `CourseError` on a GPU that the kernels are not for: Triton compiles for Ampere (8.0) and later."""
+    """Raise `CourseError` on a GPU that the kernels do not support: Triton compiles for Ampere (8.0) and later."""
     check_capability(device, (8, 0), "kernels=triton", "Ampere and later", "set kernels=pytorch")
 
 
 def fuse_blocks(model: Model, attention: bool = True) -> Model:
-    """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
+    """Fuse the blocks of a model, after it is cut and before they are compiled or checkpointed. Returns the model.
 
-    Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
-    `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads of a size that it does not
-    support.
+    Other kinds of blocks and MLPs, and blocks with other norms than LayerNorm, stay as they are. So does attention unless
+    `attention` is true; also attention over split samples, with rotary positions, shared keys or an unsupported head size.
     """
     turned = isinstance(model, gpt.GPT) and model.c.position == "rotary"
     for module in [*model.blocks.modules()]:
@@ -111,29 +110,29 @@ def fuse_blocks(model: Model, attention: bool = True) -> Model:
 
 
 def fuse_mlp(mlp: layers.MLP) -> None:
-    """Let an MLP with GELU compute so."""
+    """Fuse an MLP with GELU."""
     defer_bias_gradient(mlp.up)
     fuse(mlp)
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a module compute as the subclass of its class in `FUSED` does."""
+    """Change a module's class to its subclass in `FUSED`."""
     module.__class__ = FUSED[type(module)]
 
 
 def can_pack(attn: layers.Attention | layers.GroupedAttention) -> bool:
-    """Whether attention is over all tokens of a sample, with keys of each head's own."""
+    """Whether attention sees all tokens of a sample, each head has its own keys, and the head size is supported."""
     own = type(attn) is layers.Attention or (type(attn) is layers.GroupedAttention and attn.group == 1)
     return own and type(attn.core) is layers.Attend and supports_head_dim(attn.head_dim)
 
 
 def can_fuse(block: Block | gpt.Block | AdaLNBlock) -> bool:
-    """Whether it is one of these, not of a class that computes otherwise, and its norms are LayerNorms."""
+    """Whether a block's class is itself in `FUSED`, not a subclass that may compute otherwise, and its norms are LayerNorms."""
     return type(block) in FUSED and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2))
 
 
 def linears_before_sums(block: Block | gpt.Block | AdaLNBlock) -> list[nn.Module]:
-    """The linears at whose end a fused sum begins, so that it has the gradients of their biases."""
+    """The linears whose output goes straight into a fused sum, which then computes their bias gradients."""
     if isinstance(block, AdaLNBlock):
         return [block.attn.out, block.mlp.down]
     dropped = block.drop1.p or (isinstance(block, Block) and block.path1.p)
@@ -141,12 +140,12 @@ def linears_before_sums(block: Block | gpt.Block | AdaLNBlock) -> list[nn.Module
 
 
 def defer_bias_gradient(linear: nn.Module) -> None:
-    """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
+    """Let another operator compute the gradient of a linear's bias, if it has a bias."""
     if isinstance(linear, Linear) and linear.bias is not None:
         linear.deferred_bias = True
         linear.communication = linear.communication.deferred or linear.communication
 
 
 def deferred_bias(linear: nn.Module) -> Tensor | None:
-    """The bias of a linear whose gradient is computed elsewhere."""
+    """A linear's bias if its gradient is computed elsewhere, else None."""
     return linear.bias if isinstance(linear, Linear) and linear.deferred_bias else None

@@ -27,15 +27,15 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
 
 def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config,
                     copies: Mapping[nn.Parameter, Tensor] | None = None) -> torch.optim.Optimizer:
-    """PyTorch's fused optimizer with the learning rate, (), as a tensor, which the step sets, and what averages its weights.
+    """Build the fused optimizer, with the learning rate as a tensor, (), that the step sets, and with the weights' average.
 
-    copies: what the model computes with, in 16 bits, in the place of parameters; only Adam of kernels=triton keeps them equal.
+    copies: parameter -> the 16-bit copy with which the model computes; only the Adam of kernels=triton keeps them equal.
     """
     o = config.optim
     optimizer: Any
     if o.name == "sgd":
         optimizer = torch.optim.SGD(parameters, lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-        # PyTorch would make these in the first step, and leave in them whatever was in memory if that is skipped
+        # PyTorch would make these in the first step and, if that is skipped, leave them uninitialized
         for parameter in parameters if o.momentum else []:
             if parameter.requires_grad:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -62,9 +62,9 @@ def gradient_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each, (n,), in float32 or wider: PyTorch's own of all would round those of 16-bit tensors to 16 bits."""
+    """The 2-norm of each tensor, (n,), in float32 or wider: PyTorch's default would round those of 16-bit tensors to 16 bits."""
     found: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(x.dtype for x in tensors):                # its kernel for many takes one format
+    for kind in dict.fromkeys(x.dtype for x in tensors):                # the multi-tensor kernel takes one dtype
         at = [i for i, x in enumerate(tensors) if x.dtype == kind]
         wide = torch.promote_types(kind, torch.float32)
         found |= zip(at, torch._foreach_norm([tensors[i] for i in at], dtype=wide), strict=True)
@@ -72,5 +72,5 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What to multiply the gradients with so that their norm, (), is at most `most` (0: any)."""
+    """The factor by which to scale gradients so that their norm, (), is at most `most` (0: any)."""
     return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)

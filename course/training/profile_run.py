@@ -1,4 +1,4 @@
-"""`course profile PRESET`: train a few steps under the profiler and say where their time went; or account for a trace."""
+"""`course profile PRESET`: train a few steps under the profiler and say where their time went; or read a trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from course.utils.plots import save
 
 
 def main(what: str, settings: Sequence[str]) -> Path:
-    """Profile a preset, or read a trace (.json, .json.gz); prints the account and draws it beside the trace."""
+    """Profile a preset, or read a trace (.json, .json.gz). Prints the account and saves a picture of it beside the trace."""
     if what.endswith((".json", ".json.gz")):
         return tell(Path(what))
     config = configuration.load(what, ["profile.steps=3", *settings])
@@ -26,7 +26,7 @@ def main(what: str, settings: Sequence[str]) -> Path:
 
 
 def record(config: Config) -> Path:
-    """Train `profile.after` steps, then `profile.steps` under the profiler; nothing is saved but this rank's trace."""
+    """Train `profile.after` steps, then `profile.steps` under the profiler. Saves only this rank's trace."""
     mesh = build_mesh(config.parallel, join(config.train.device))
     memory_check.check(config, mesh)
     training = assemble(config, mesh)

@@ -1,6 +1,6 @@
-"""Look into a step: named parts of it, and a window of steps under PyTorch's profiler.
+"""Profile training steps: named parts of a step, and a window of steps under PyTorch's profiler.
 
-    with part("compute"): ...                      in the step, always there; next to nothing while nobody looks
+    with part("compute"): ...                      in the step, always on; costs almost nothing without a profiler
     with Window(folder, rank, device) as window:   around some steps; writes a trace for perfetto.dev and `course profile`
 
 nsys shows the parts too: they are NVTX ranges on a GPU.
@@ -22,8 +22,8 @@ from course.utils.atomic_files import atomic, make_parent
 if TYPE_CHECKING:
     from course.config import Profile
 
-PARTS = ("data", "compute", "gradients", "optimizer")       # of a step: compute is forward and backward, gradients their average
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")     # PyTorch's profiler tells of its begin and end on stderr
+PARTS = ("data", "compute", "gradients", "optimizer")       # of a step: compute is forward and backward, gradients the averaging
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")     # else PyTorch's profiler prints its start and end on stderr
 SNAPSHOT = 100_000                                   # allocations that a memory snapshot remembers
 
 
@@ -42,10 +42,10 @@ def part(name: str) -> Iterator[None]:
 
 
 class Window:
-    """Profile what happens inside. Leaves `trace-RANK.json.gz`, with `memory` on a GPU also `memory-RANK.pickle`.
+    """Profile the block. Writes `trace-RANK.json.gz`, with `memory` on a GPU also `memory-RANK.pickle`.
 
-    The latter is for pytorch.org/memory_viz: who allocated what, and when. Starts and ends with an idle device, so that
-    all that the steps inside cause is in the trace, and nothing else.
+    The latter is for pytorch.org/memory_viz: what was allocated where, and when. The device is idle at start and end, so
+    that the trace has all work of the steps inside, and nothing else.
     """
 
     def __init__(self, folder: Path, rank: int, device: torch.device, memory: bool = False):
@@ -74,7 +74,7 @@ class Window:
 
     def _write(self) -> None:
         with atomic(self.trace) as temporary:
-            plain = temporary.with_suffix(".json")   # PyTorch looks at the ending
+            plain = temporary.with_suffix(".json")   # PyTorch looks at the extension
             self.profiler.export_chrome_trace(str(plain))
             with open(plain, "rb") as source, gzip.open(temporary, "wb", compresslevel=3) as target:
                 shutil.copyfileobj(source, target)
@@ -89,7 +89,7 @@ class Window:
 
 
 class ProfileWindow:
-    """The window of a run: `steps` of its steps, after the first `after` ones; none if `steps` is 0."""
+    """The profiled window of a run: `steps` steps after the first `after` ones; none if `steps` is 0."""
 
     def __init__(self, settings: "Profile", start: int, folder: Path, rank: int, device: torch.device):
         self.first, self.last = start + settings.after + 1, start + settings.after + settings.steps
@@ -97,12 +97,12 @@ class ProfileWindow:
         self.open = ExitStack()
 
     def before(self, step: int) -> None:
-        """Begin to look if this step is the first of the window."""
+        """Start the profiler if this step is the first of the window."""
         if self.window and step == self.first:
             self.open.enter_context(self.window)
 
     def after(self, step: int) -> str:
-        """Stop looking if this step was the last of the window; what to tell then."""
+        """Stop the profiler if this step was the last of the window. Returns a message then, else ""."""
         if not self.window or step != self.last:
             return ""
         self.open.close()

@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar or plain lines, metrics.jsonl, TensorBoard. Rank 0 speaks, the others are silent."""
+"""The output of a run: a progress bar or plain lines, metrics.jsonl, TensorBoard. Only rank 0 writes it."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from course.utils.errors import CourseError
 from course.utils.machine import in_notebook
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # half a second, which every rank would take
+    from matplotlib.figure import Figure  # importing it takes half a second
 
 
 class Lines:
     """A file that grows by lines, without a buffer, so that a killed run keeps them.
 
-    All lines are also kept in memory: those that a full disk does not take wait for room, and those that somebody removes while
-    it is open are written again.
+    All lines are also kept in memory. Lines that a full disk does not take wait for free space, and lines that somebody removes
+    while the file is open are written again.
     """
 
     def __init__(self, path: Path):
@@ -37,14 +37,14 @@ class Lines:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def add(self, text: str = "") -> None:
-        """Write text, after whatever waits; raises `OSError` if not all of it can be."""
+        """Write text, after any that waits. Raises `OSError` if it cannot write all."""
         self.text += text.encode()
         while self.written < len(self.text):
             self.written += os.write(self.file, self.text[self.written:])
 
     def restore(self) -> bool:
-        """Put back what is not in the file any more; whether anything was missing. Another file of that name gets what it lacks.
-        """
+        """Write again the lines that the file has lost; returns whether it had lost any. A new file of that name gets the lines
+        that it lacks."""
         with suppress(FileNotFoundError):
             there = self.path.stat()
             if os.path.samestat(there, os.fstat(self.file)) and there.st_size >= self.written:
@@ -63,14 +63,14 @@ class Lines:
         return bool(lacking)
 
     def close(self) -> None:
-        """Done."""
+        """Close the file."""
         os.close(self.file)
 
 
 class RunLog:
     """Use as a context: `log` writes one record of scalars, `say` a line of text, `picture` a figure.
 
-    every: how many steps lie between two records. configure: writes the run's configuration.
+    speaks: whether this rank writes. every: steps between two records. configure: writes the run's configuration.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool, every: int = 1,
@@ -78,10 +78,10 @@ class RunLog:
         self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
         self.tensorboard, self.configure = tensorboard, configure
         self._bar: Any = None
-        self._told = 0                               # how many records of steps
+        self._told = 0                               # number of records printed
         self._lines: Lines | None = None             # of metrics.jsonl
         self._board: Any = None
-        self.saved: Path | None = None               # the newest checkpoint of this start
+        self.saved: Path | None = None               # the newest checkpoint since this start
         if not speaks:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class RunLog:
             self._bar.close()
         if self._lines is None:
             return
-        failed = " and ".join(filter(None, [self._restore(), self._write()]))    # there may be room by now
+        failed = " and ".join(filter(None, [self._restore(), self._write()]))    # there may be free space by now
         self._lines.close()
         if self._board is not None:
             with suppress(OSError):
@@ -122,12 +122,12 @@ class RunLog:
             raise CourseError(f"{failed}: the same command goes on from what is still there")
 
     def restore(self) -> None:
-        """Write again what somebody has removed of the run, or renamed, since the last time."""
+        """Write again the run's files that somebody has removed or renamed since the last call."""
         if self._lines is not None and (failed := self._restore()):
             self.say(f"WARNING: {failed}: the next checkpoint, or the next line, makes up for it")
 
     def _restore(self) -> str:
-        """The same; returns what cannot be written, and why."""
+        """Do so; returns what cannot be written and why, or ""."""
         assert self._lines is not None
         gone = []
         try:
@@ -149,7 +149,7 @@ class RunLog:
         return ""
 
     def _draw_again(self) -> None:
-        """A TensorBoard folder anew, with all scalars of this run."""
+        """Make a new TensorBoard folder with all scalars of this run."""
         (self.folder / "tensorboard").mkdir(parents=True, exist_ok=True)        # else the old one ends with a traceback
         if self._board is not None:                  # it may have failed since
             with suppress(OSError):
@@ -159,13 +159,13 @@ class RunLog:
             self._draw(record)
 
     def say(self, text: str) -> None:
-        """One line of text that does not break the progress bar."""
+        """Print a line of text without breaking the progress bar."""
         if self.speaks:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     def log(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; its numbers go to TensorBoard, a few of them to the terminal."""
+        """Write a line of metrics.jsonl; send its numbers to TensorBoard and a few of them to the terminal."""
         if self._lines is None:
             return
         if failed := self._write(json.dumps(finite(record)) + "\n"):
@@ -174,7 +174,7 @@ class RunLog:
         if self._bar is None:
             self.say(line(record, self.steps))
             self._told += 1
-            if self._told == 2 and (left := time_left(record, self.steps)):         # the first has what happens once
+            if self._told == 2 and (left := time_left(record, self.steps)):         # the first includes one-time work
                 self.say(left)
         else:
             self._bar.update(record["step"] - self._bar.n)
@@ -183,7 +183,7 @@ class RunLog:
                 self.say(line(record, self.steps))
 
     def _write(self, text: str = "") -> str:
-        """Add to metrics.jsonl; returns what cannot be written, and why. It is kept, and written before the next line."""
+        """Add to metrics.jsonl; returns what cannot be written and why, or "". Unwritten text goes before the next line."""
         assert self._lines is not None
         try:
             self._lines.add(text)
@@ -192,15 +192,15 @@ class RunLog:
         return ""
 
     def _draw(self, record: dict[str, Any]) -> None:
-        """Give the numbers to TensorBoard."""
+        """Send the numbers to TensorBoard."""
         self._to_board(lambda board: [board.add_scalar(name, value, record["step"]) for name, value in scalars(record)])
 
     def picture(self, name: str, figure: "Figure", step: int) -> None:
-        """A figure for TensorBoard's image tab."""
+        """Add a figure to TensorBoard's image tab."""
         self._to_board(lambda board: board.add_figure(name, figure, step))
 
     def _to_board(self, add: Callable[[Any], object]) -> None:
-        """TensorBoard does not recover from a full disk or a folder that is gone, and training does not end for it."""
+        """Write to TensorBoard. It does not recover from a full disk or a lost folder, so it is closed and training goes on."""
         if self._board is None:
             return
         try:
@@ -229,7 +229,7 @@ def line(record: dict[str, Any], steps: int) -> str:
 
 
 def time_left(record: dict[str, Any], steps: int) -> str:
-    """About how long the steps that are left will take, if that is a minute or more."""
+    """The approximate time for the remaining steps, if that is a minute or more, else ""."""
     seconds = (steps - record["step"]) * record["step_ms"] / 1e3
     if seconds < 60:
         return ""
@@ -255,14 +255,14 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines that are none, such as a last one cut off by a crash, are left out."""
+    """The records of a metrics.jsonl, without lines that are no records, such as a last one cut off by a crash."""
     return [record for line in lines_of(path) if (record := record_of(line)) is not None]
 
 
 def drop_after(path: Path, step: int) -> tuple[int, int]:
-    """Remove the records of steps that a resumed run will do again, and a last line that was cut off.
+    """Remove the records of steps that a resumed run will repeat, and a last line that was cut off.
 
-    Returns how many lines are no records (damaged ones, or a user's own, which stay), and the last step that has a record, or 0.
+    Returns the number of lines that are no records (damaged ones, or a user's own; they stay), and the last recorded step, or 0.
     """
     there = lines_of(path)
     records = [record_of(line) for line in there]
@@ -277,12 +277,12 @@ def drop_after(path: Path, step: int) -> tuple[int, int]:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """Those of a file with their ends; none of one that is not there."""
+    """The lines of a file with their line ends; none if the file does not exist."""
     return read_file(path).splitlines(keepends=True) if path.is_file() else []
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record of a step that a line holds; None if it is something else."""
+    """The record of a step in a line; None if the line is something else."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -301,14 +301,14 @@ def memory_gb(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Seconds per step, with what is not training left out."""
+    """Measures seconds per step; call `restart` after anything that is not training."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure anew, from now."""
+        """Start the measurement anew."""
         self._begin, self._steps = time.perf_counter(), 0
 
     def tick(self) -> None:

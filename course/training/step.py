@@ -1,8 +1,9 @@
 """One optimizer step, the same for every model, layout and precision.
 
-What varies between layouts is `compute(batch) -> loss`, forward and backward; it leaves `loss_scale`
-times the gradients of this rank's share of the loss in `.grad`. `train_step` finishes the gradients,
-clips and updates. Nothing in a step is decided on the host, so nothing waits for the device.
+Layouts differ in `compute(batch) -> loss`, which runs forward and backward. It leaves the gradients of
+this rank's share of the loss in `.grad`, times `loss_scale` and the number of data-parallel ranks.
+`train_step` completes the gradients, clips and updates. The host decides nothing in a step, so it never
+waits for the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,14 +92,14 @@ def eager(model: Model, progress: Progress, config: Config, layout: Layout) -> C
 
 
 def build_compute(model: Model, progress: Progress, config: Config, layout: Layout) -> Compute:
-    """How this layout does forward and backward."""
+    """The forward and backward passes of this layout."""
     if layout.pipeline is None:
         return eager(model, progress, config, layout)
     return pipelined(model, layout.pipeline, progress, config, layout)
 
 
 def pipelined(model: Model, pipeline: Pipeline, progress: Progress, config: Config, layout: Layout) -> Compute:
-    """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
+    """The same as `eager`, with the model's stages on the ranks along pp; micro-batches pass from stage to stage."""
     mesh = layout.mesh
     last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
 
@@ -116,13 +117,13 @@ def pipelined(model: Model, pipeline: Pipeline, progress: Progress, config: Conf
 
         losses = pipeline.train(forward, [len(micro["sample"]) for micro in micros])
         total = torch.stack(losses).sum() if losses else torch.zeros_like(weight)
-        return total / (mesh.dp.size * progress.loss_scale)             # of the global mean, on the last stage; 0 on the others
+        return total / (mesh.dp.size * progress.loss_scale)             # this share of the global mean; 0 before the last stage
 
     return compute
 
 
 def global_weight(model: Model, batch: Batch, dp: Axis) -> Tensor:
-    """W: what the samples of the global batch weigh together."""
+    """W: the total weight of the global batch's samples."""
     weight: Tensor = model.loss.weight(batch).sum()
     if dp.size > 1:
         dist.all_reduce(weight, group=dp.group)
@@ -130,7 +131,7 @@ def global_weight(model: Model, batch: Batch, dp: Axis) -> Tensor:
 
 
 def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:
-    """Micro-batches of `size` samples; 0: the batch as it is."""
+    """Split a batch into micro-batches of `size` samples; 0: one, the whole batch."""
     samples = len(batch["sample"])
     for start in range(0, samples, size or samples):
         yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}

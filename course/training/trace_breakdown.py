@@ -1,11 +1,11 @@
-"""Where a step's time went: an account of a profiler's trace, in which every microsecond is counted once.
+"""Where a step's time went: an account of a profiler trace that counts every microsecond once.
 
-While the device computes, the time is forward's, backward's or the optimizer's, whatever else runs beside it. Else it is
-exposed communication, else an exposed copy; else the device is idle: the host waits for data, or it is busy launching
-(the step is launch-bound), or it is somewhere else.
+Time in which the device computes belongs to a phase (forward, backward, gradients or optimizer), whatever runs beside it.
+Other time is exposed communication, else an exposed copy, else idle time: the host waits for data, is busy launching (the
+step is launch-bound), or does something else.
 
-A trace is Chrome's format, as PyTorch's profiler writes it: events with a name, a category, and times in microseconds.
-Without a GPU the operators on the host are taken for the device's work.
+A trace is in Chrome's format, as PyTorch's profiler writes it: events with a name, a category, and times in microseconds.
+Without a GPU the operators on the host count as the device's work.
 """
 
 import gzip
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 Times = defaultdict[str, float]
-# what a kernel or an operator does, by words in its name; the first that fits counts
+# what a kernel or an operator does, by words in its name; the first match counts
 KINDS = {"communication": ("nccl", "c10d::", "gloo:", "symm_mem", "one_shot", "two_shot"), "copy": ("memcpy", "memset"),
          "attention": ("fmha", "flash", "sdpa", "scaled_dot_product", "attention"),
          "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "gemv", "splitk", "_scaled_mm", "aten::mm", "aten::addmm",
@@ -43,14 +43,14 @@ LABELS = {"forward": "forward", "backward": "backward", "gradients": "averaging 
 
 @dataclass(frozen=True)
 class Account:
-    """Milliseconds of one step, the mean of those in the trace."""
+    """Milliseconds per step, averaged over the steps in the trace."""
 
     steps: int
-    step: float                                      # from the first step's begin to the last one's end, over steps
+    step: float                                      # from the first step's start to the last one's end, over steps
     time: dict[str, float]                           # by the keys of LABELS; their sum is `step`
     kinds: dict[str, float]                          # of the computing time: attention, matmul, optimizer, other
-    communication: float                             # in all; what is not exposed is hidden behind computation
-    kernels: list[tuple[str, float, float]]          # name, calls a step, ms a step; the most expensive first
+    communication: float                             # total; the part that is not exposed is hidden behind computation
+    kernels: list[tuple[str, float, float]]          # name, calls per step, ms per step; the most expensive first
     fp8: float                                       # share of the matmuls' time in 8-bit kernels
     gpu: bool
 
@@ -79,7 +79,7 @@ def kind_of(name: str) -> str:
 
 
 def account(events: list[Event]) -> Account:
-    """The account of a trace. `CourseError` if it has no steps: they are what `course train` and `course profile` record."""
+    """The account of a trace. Raises `CourseError` if it has no steps, as `course train` and `course profile` record them."""
     events = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
     steps = sum(event["name"] == "optimizer" for event in parts)
@@ -107,7 +107,7 @@ def account(events: list[Event]) -> Account:
 
 
 def phased(work: list[Event], events: list[Event], parts: list[Event], gpu: bool) -> Iterable[tuple[float, float, str, str]]:
-    """(begin, end, kind, phase) of each piece of work; the phase is that of the host when it launched it."""
+    """(begin, end, kind, phase) of each piece of work; the phase is the one in which the host launched it."""
     launches = {event["args"]["correlation"]: event for event in events
                 if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})}
     later = [Ranges(event for event in parts if event["name"] == name) for name in ("optimizer", "gradients")]
@@ -127,7 +127,7 @@ def phased(work: list[Event], events: list[Event], parts: list[Event], gpu: bool
 
 
 class Ranges:
-    """Intervals of time, of which one may lie within another."""
+    """Time intervals, which may be nested."""
 
     def __init__(self, events: Iterable[Event]):
         self.begins: list[float] = []
@@ -147,7 +147,7 @@ class Ranges:
 
 def sweep(parts: list[Event], work: list[tuple[float, float, str, str]], begin: float,
           end: float) -> tuple[Times, Times, float]:
-    """Go through the time once: microseconds by the keys of LABELS, of computing by kind, and of communication in all."""
+    """Sweep over the time once. Returns microseconds by the keys of LABELS, of computing by kind, and of all communication."""
     marks: list[tuple[float, int, tuple[str, str]]] = []
     for event in parts:
         marks += [(event["ts"], 1, ("part", event["name"])), (event["ts"] + event["dur"], -1, ("part", event["name"]))]
@@ -197,7 +197,7 @@ def text(found: Account) -> str:
     return "\n".join(lines)
 
 
-# Okabe and Ito's colours, which the colour-blind tell apart; idle is grey
+# Okabe and Ito's colors, which color-blind people can tell apart; idle is gray
 COLOURS = {"forward": "#0072B2", "backward": "#56B4E9", "gradients": "#CC79A7", "optimizer": "#009E73",
            "communication": "#D55E00", "copy": "#E69F00", "data": "#F0E442", "launch": "#555555", "idle": "#BBBBBB"}
 

@@ -1,4 +1,4 @@
-"""A training run from its configuration: `main` puts it together, `fit` repeats the step to the end.
+"""A training run from its configuration: `main` assembles it, `fit` repeats the step to the end.
 
 The step itself is in `course/training/step.py`. Everything here runs on the host, between steps.
 """
@@ -35,24 +35,24 @@ from course.training.validation import Validation
 from course.utils.atomic_files import check_kind
 from course.utils.errors import CourseError
 
-AHEAD = 2                                            # steps of a GPU
-PATIENCE = 1800.0                                    # seconds that collectives wait at least, PyTorch's own limit
-LONG = 10**9                                        # weights that take so long to draw that a line says so
-HOPELESS = 10                                        # steps without an update in a row, after which a run gives up
-ORDER = ("source", "path", "lead", "train_samples")  # of `data`: with the files themselves they say which sample has which number
+AHEAD = 2                                            # most steps that the host is ahead of a GPU
+PATIENCE = 1800.0                                    # least timeout of collectives in seconds, PyTorch's default
+LONG = 10**9                                        # above this number of weights, a line says that drawing them takes long
+HOPELESS = 10                                        # consecutive steps without an update after which a run gives up
+ORDER = ("source", "path", "lead", "train_samples")  # keys of `data` that, with the files, determine each sample's number
 
 
 def main(config: Config) -> Path:
-    """Train, or go on training, what the configuration says; returns the folder of the run."""
+    """Start or resume the configured run; returns its folder."""
     return train(config)[0]
 
 
 def train(config: Config) -> tuple[Path, bool]:
-    """The same; returns also whether a signal stopped the run before its last step."""
+    """The same; also returns whether a signal stopped the run before its last step."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     with joined(config.train.device) as world:
-        if sentence := refusal(config):              # first: no number of processes would mend it
+        if sentence := refusal(config):              # first: no number of processes would cure it
             raise CourseError(sentence)
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
@@ -61,17 +61,17 @@ def train(config: Config) -> tuple[Path, bool]:
                 if (count := num_parameters(config)) > LONG:
                     print_rank0(mesh, f"{config.preset}: drawing {count / 1e9:.2f} billion weights")
                 training = assemble(config, mesh)
-                if watchdog.watching():              # it tells more than PyTorch, and so has to be first
+                if watchdog.watching():              # it reports more than PyTorch, so it has to be first
                     wait_at_most(max(PATIENCE, 2 * slow_step_seconds(config.train.stall_s)))
                 stopped = fit(training, watchdog)
-            agree.run_on_all(mesh.all, lambda: None)              # whoever ended now would end those that still close files
+            agree.run_on_all(mesh.all, lambda: None)              # a rank that exits now would end ranks that still close files
     return run, stopped
 
 
 def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
-    """Repeat the step to the last one, or until a signal; log, validate and save on the way. Returns whether it was a signal.
+    """Repeat the step to the last one, or until a signal; log, validate and save on the way. Returns whether a signal ended it.
 
-    watchdog: who is told of all that begins; None: nobody.
+    watchdog: is told of everything that begins; None: no watchdog.
     """
     config, mesh, model, progress = training.config, training.mesh, training.model, training.progress
     t, run = config.train, run_folder(config)
@@ -83,7 +83,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
         print_rank0(mesh,
                     f"{run} is finished ({start} steps{fewer}): for a new run set log.name=..., to go on set train.steps higher")
         return False
-    # as they are now: a checkpoint says of which files its samples' numbers are, whatever is written over them meanwhile
+    # recorded now: a checkpoint says which files its sample numbers refer to, even if somebody overwrites them later
     files = agree.run_on_all(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
     watched = agree.run_on_all(mesh.all, lambda: DataFileWatch(config) if mesh.world.rank == 0 else None)[0]
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)
@@ -92,11 +92,11 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     look = ProfileWindow(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (RunLog(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
                  lambda: write_run_files(config, run)) as report, StopSignal(mesh.all) as stop,
-          closing(batches), look.open):              # now that its data can be read: a run that is refused leaves no trace
+          closing(batches), look.open):              # after the data is found readable: a refused run leaves no files
         report.say(banner(config, mesh, run) + bubble_warning(config, mesh))
         for number in range(start + 1, t.steps + 1):
             look.before(number)
-            slow = number == start + 1               # workers start, and it compiles
+            slow = number == start + 1               # workers start, and the compiler runs
             watchdog.at(number, "waiting for data", slow)
             with part("data"):
                 batch = next(batches)
@@ -132,17 +132,17 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
 
 
 class LaunchThrottle:
-    """Lets the host launch at most AHEAD steps before the GPU has done them.
+    """Keeps the host at most AHEAD steps ahead of the GPU.
 
-    Launching returns at once, and with CUDA graphs for many steps: without this a rank would be seen to wait only where a value
-    is read, `log.every` steps late, and for all of them at once. Two steps ahead the GPU does not wait for the host.
+    Launching returns at once, with CUDA graphs for many steps. Without this, a rank would be seen to wait only where a value is
+    read, `log.every` steps late, and for all of them at once. With two steps queued the GPU does not wait for the host.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.events = device, deque[torch.cuda.Event]()
 
     def step(self) -> None:
-        """A step has been launched: wait for the one that was launched AHEAD steps before it."""
+        """Call after launching a step: waits for the one launched AHEAD steps before it."""
         if self.device.type != "cuda":
             return
         self.events.append(torch.cuda.Event(blocking=True))             # sleeps, and leaves the core to a loader
@@ -152,10 +152,10 @@ class LaunchThrottle:
 
 
 def save(training: Training, samples: int, files: dict[str, int], must: bool, report: RunLog) -> Path | None:
-    """Write a checkpoint and remove old ones; returns its folder. files: those of the data, with their bytes.
+    """Write a checkpoint and remove old ones; returns its folder, or None if it was not written. files: data file -> bytes.
 
-    Where it cannot be written (a full disk), training goes on, since the next one may find room and stopping would lose the steps
-    since the one before at once. The last one, or that before a stop, must be written: `NotSaved` is raised.
+    If it cannot be written (a full disk), training goes on: the next one may find free space, and stopping would lose the steps
+    since the last one. must: raise `NotSaved` instead; for the last checkpoint, and before a stop.
     """
     config, mesh, folder = training.config, training.mesh, run_folder(training.config) / "checkpoints"
     state = {**training.progress.state(), "samples": samples, "files": files}
@@ -173,7 +173,7 @@ def save(training: Training, samples: int, files: dict[str, int], must: bool, re
 
 
 def is_due(number: int, every: int, anyway: bool) -> bool:
-    """Whether something done every so many steps (0: never) is done now."""
+    """Whether something that happens every `every` steps (0: never), or anyway, is due now."""
     return anyway or (every > 0 and number % every == 0)
 
 
@@ -183,14 +183,14 @@ def run_folder(config: Config) -> Path:
 
 
 def write_run_files(config: Config, run: Path) -> None:
-    """Write into a run's folder what it trains, and of a language model the tokens that end a text."""
+    """Write a run's configuration into its folder and, for a language model, the tokens that end a text."""
     configuration.save(config, run / "config.yaml")
     if isinstance(config.model, GPTConfig):
         end_tokens.write_note(run, end_tokens.of_run(run, config))
 
 
 def check_places(run: Path) -> None:
-    """Raise `CourseError` if something else stands where a run reads or writes a file or a folder: before the first step."""
+    """Before the first step, raise `CourseError` if a path that a run uses as a file or a folder is something else."""
     for name in ("config.yaml", "metrics.jsonl"):
         check_kind(run / name)
     for name in ("checkpoints", "tensorboard", "profile"):
@@ -198,9 +198,9 @@ def check_places(run: Path) -> None:
 
 
 def resume(run: Path, training: Training) -> tuple[int, int]:
-    """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed).
+    """Resume from the newest good checkpoint of this run. Returns (steps done, samples consumed), (0, 0) if there is none.
 
-    Raises `CourseError` if it must not: it should not be there, its model or its data is another, or all is damaged.
+    Raises `CourseError` if there is one despite checkpoint.resume=false, if its model or data differ, or if all are damaged.
     """
     config, mesh = training.config, training.mesh
     found = checkpoint.newest(run / "checkpoints", lambda text: print_rank0(mesh, text), mesh.all,
@@ -224,7 +224,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
 
 
 def tell_changes(run: Path, index: dict[str, Any], training: Training) -> None:
-    """Say that a run goes on, and with what that is new; of a run without a step left, what of the command it does not take."""
+    """Print that a run resumes and which settings changed; for a finished run, which settings it does not take."""
     config, mesh, done = training.config, training.mesh, index["state"]["step"]
     finished = done >= config.train.steps
     if not finished:
@@ -236,16 +236,16 @@ def tell_changes(run: Path, index: dict[str, Any], training: Training) -> None:
 
 
 def check_state(path: Path, index: dict[str, Any], progress: Progress) -> None:
-    """Raise `CourseError` if a checkpoint does not say all that a run goes on from, as one of an older version may not."""
+    """Raise `CourseError` if a checkpoint lacks some state that a run resumes from, as one of an older version may."""
     if missing := [name for name in (*progress.state(), "samples") if name not in index["state"]]:
         raise CourseError(f"the state in {path}/index.json says nothing of {', '.join(missing)}, so another version wrote it: go "
                           "on with that version, or start again under another log.name")
 
 
 def compare_files(config: Config, before: dict[str, int]) -> None:
-    """Raise `CourseError` if the data files are not those that a run has learned from: every sample would have another number.
+    """Raise `CourseError` if a run has trained on other data files than there are now: every sample would have another number.
 
-    before: the bytes of each. Other data of as many bytes are not noticed.
+    before: each file's bytes. Changed data of the same size is not noticed.
     """
     now = data_files(config)
     gone = [name for name in before if name not in now]
@@ -262,9 +262,9 @@ def compare_files(config: Config, before: dict[str, int]) -> None:
 
 def step_record(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,
             mesh: Mesh) -> dict[str, Any]:
-    """One record of metrics.jsonl; the loss is the mean over the global batch of the last step. All ranks call it.
+    """One record of metrics.jsonl; its loss is the mean over the last step's global batch. All ranks must call it.
 
-    loss: the rank's share, (); norm: of the gradients, (); seconds: of one step.
+    loss: this rank's share, (); norm: the gradients' norm, (); seconds: per step.
     """
     loss = global_loss(loss, mesh)
     batch = config.train.global_batch
@@ -278,8 +278,8 @@ def step_record(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: 
 
 
 def global_loss(loss: Tensor, mesh: Mesh) -> Tensor:
-    """The mean over the global batch, (), from the ranks' shares, (); the last stage of a pipeline has them, the others 0.
-    All ranks call it."""
+    """The mean loss over the global batch, (), from the ranks' shares, (), which are 0 before a pipeline's last stage.
+    All ranks must call it."""
     loss = loss.clone()
     for axis in (mesh.dp, mesh.pp):
         if axis.size > 1:
@@ -288,7 +288,7 @@ def global_loss(loss: Tensor, mesh: Mesh) -> Tensor:
 
 
 def give_up_if_hopeless(progress: Progress, run: Path) -> None:
-    """Stop a run that has not learned anything for ten steps in a row; its last checkpoint stays."""
+    """Raise `CourseError` after ten skipped steps in a row; the last checkpoint stays."""
     if progress.longest_streak.item() >= HOPELESS:
         raise CourseError(f"{HOPELESS} steps in a row had a loss or gradient that is not finite and were skipped "
                           f"({run}/metrics.jsonl counts both): the run has stopped; lower optim.lr, set optim.clip=1 or "
@@ -296,7 +296,7 @@ def give_up_if_hopeless(progress: Progress, run: Path) -> None:
 
 
 def banner(config: Config, mesh: Mesh, run: Path) -> str:
-    """What is about to happen, in one line."""
+    """One line that describes the run."""
     count = num_parameters(config)
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
     precision = config.precision + precision_note(config, device == "CPU")
@@ -313,7 +313,7 @@ def num_parameters(config: Config) -> int:
 
 
 def precision_note(config: Config, cpu: bool) -> str:
-    """What there is to say of how a precision is computed; nothing of most."""
+    """A note on how a precision is computed, "" for most."""
     if config.precision == "fp8" and config.fp8.by == "te":
         return ", by Transformer Engine"
     slow = {"fp8": ", emulated: the values of a GPU, but slow",
@@ -322,7 +322,7 @@ def precision_note(config: Config, cpu: bool) -> str:
 
 
 def bubble_warning(config: Config, mesh: Mesh) -> str:
-    """A line for who has a pipeline that is never full; nothing for others."""
+    """A warning line for a pipeline that is never full, else ""."""
     samples, stages = config.train.global_batch // mesh.dp.size, mesh.pp.size
     micros = num_microbatches(samples, config.train.micro_batch)
     if micros >= stages:

@@ -1,4 +1,4 @@
-"""Validation while training, and the forward pass that serves evaluation."""
+"""Validation during training, and the forward pass for evaluation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,11 +36,11 @@ def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
 
 def forward_only(model: Model, layout: Layout, precision: str,
                  loss_alone: bool = False) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
-    """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
+    """A function batch -> (output, prepared batch), without gradients or dropout; the output is in float32 or float64.
 
-    In a layout that cuts samples both are of this rank's tokens; `layout.tokens.whole` puts the output together. In a
-    pipeline the last stage has the output, the others None. loss_alone: the output is for `model.loss` and nothing else, so that
-    a model that computes its loss piece by piece need not have all of it.
+    In a layout that cuts samples, both hold this rank's tokens; `layout.tokens.whole` assembles the output. In a pipeline the
+    last stage has the output, the others None. loss_alone: the output is for `model.loss` only, so a model that computes its
+    loss chunk by chunk need not have all of it.
     """
     @torch.no_grad()
     def forward(batch: Batch) -> tuple[Tensor | None, Batch]:
@@ -60,7 +60,7 @@ def forward_only(model: Model, layout: Layout, precision: str,
 
 @contextmanager
 def evaluating(model: Model, loss_alone: bool) -> Iterator[None]:
-    """Inside the block the model does not train, and knows whether anybody wants more than the loss."""
+    """Inside the block the model is in evaluation mode, and knows whether only the loss is wanted."""
     was_training = model.training
     model.eval()
     model.want_loss_alone(loss_alone)
@@ -73,17 +73,17 @@ def evaluating(model: Model, loss_alone: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Validation:
-    """One pass over the validation samples: the loss, and of weather the RMSE per channel, in units of its standard deviation."""
+    """One pass over the validation samples: the loss and, for weather, the RMSE per channel in its standard deviations."""
 
     config: "Config"
     layout: Layout
     pairs: Any                                       # a data set of `open_data`
-    channels: list[str]                              # of weather; of other data none
+    channels: list[str]                              # of weather; else empty
     weights: Tensor                                  # of the latitudes, (H,)
 
     @classmethod
     def of(cls, config: "Config", layout: Layout) -> "Validation | None":
-        """The validation that a run needs; None with mock data, where there is nothing to forecast, or data made with valid=0."""
+        """The validation of a run; None with mock data, where there is nothing to forecast, or with data made with valid=0."""
         if not has_validation(config):
             if config.data.source == "files" and layout.mesh.world.rank == 0:
                 print(f"{config.data.path} has no validation data: this run trains without validation", flush=True)
@@ -94,10 +94,10 @@ class Validation:
         return cls(config, layout, pairs, files.channel_names(pairs.years[0]), row_weights(pairs, layout.mesh.world.device))
 
     def run(self, model: Model, report: RunLog, step: int) -> dict[str, Any]:
-        """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
+        """Return `valid_loss` over all samples and ranks; for weather also `valid_rmse`, with the first forecast's picture."""
         mesh = self.layout.mesh
         device = mesh.world.device
-        one_of_many = mesh.first_along_all_but("dp", "pp")                                 # of ranks that have the same samples
+        one_of_many = mesh.first_along_all_but("dp", "pp")                                 # of ranks with the same samples
         forward = forward_only(model, self.layout, self.config.precision, loss_alone=not self.channels)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(self._micro_batches()):
@@ -123,7 +123,7 @@ class Validation:
         return found
 
     def _micro_batches(self) -> Iterator[Batch]:
-        """This rank's samples, no more of them at a time than in a forward pass of training."""
+        """This rank's samples, no more at a time than in a forward pass of training."""
         for batch in eval_loader(self.config, self.layout.mesh.dp, self.layout.mesh.world.device, self.pairs):
             yield from split_microbatches(batch, self.config.train.micro_batch)
 
@@ -136,7 +136,7 @@ class Validation:
         return headline(self.channels)
 
     def _picture(self, model: Model, batch: Batch, output: Tensor | None, report: RunLog, step: int) -> None:
-        """Give the report a picture of the first sample; in a pipeline only the last stage has its forecast."""
+        """Add a picture of the first sample to the report; in a pipeline only the last stage has its forecast."""
         number, truth = self.channels.index(self._name), batch["target"][0]
         forecast = torch.empty_like(truth) if output is None else model.fields(self.layout.tokens.whole(output))[0].contiguous()
         pp = self.layout.mesh.pp

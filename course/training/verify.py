@@ -1,15 +1,15 @@
-"""`course verify PRESET parallel.tp=2 ...`: does this layout train as one process does? If not, what differs most?
+"""`course verify PRESET parallel.tp=2 ...`: does this layout train like one process? If not, what differs most?
 
 Two runs start from the same weights and see the same batches: one process, then all ranks in the layout. After every step the
 loss, the gradient norm, every parameter and every moving average are compared, each under its serial name.
 
 In float64, the default, every layout computes the same up to rounding, so the *largest* difference of any number counts. In
-other precisions rounding is visible. Each parameter's difference is then taken as a whole, as a root mean square: one number may
-be far off by rounding, not all of them. How far rounding alone takes a parameter is measured by one more serial run in float64.
-FP8 takes several seeds together.
+other precisions rounding is visible. Each parameter's difference is then taken as a whole, as a root mean square: rounding may
+take one number far off, but not all of them. One more serial run in float64 measures how far rounding alone takes a parameter.
+FP8 judges several seeds together.
 
-`--thorough` chooses the settings with which a mistake shows (`HARD`), and compares in float64 first. What a comparison could not
-show, it says.
+`--thorough` chooses settings that make mistakes visible (`HARD`), and compares in float64 first. The report names what a
+comparison could not show.
 """
 
 import math
@@ -43,15 +43,15 @@ from course.utils.random import key, uniform
 
 DEFAULTS = ["data.source=mock", "precision=fp64", "optim.name=sgd", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.1",
             "train.steps=3", "train.global_batch=8"]
-# --thorough: dropout and an average that matter, optimizers with states and decay. Adam's large eps keeps it from dividing the
-# gradient's scale away, in which a mistake may be, and from making much of gradients that are zero but for rounding
+# --thorough: dropout and an average that matter, optimizers with states and decay. Adam's large eps keeps the gradient's scale,
+# in which a mistake may be, from cancelling, and gradients that are zero up to rounding from growing
 HARD = ["model.dropout=0.1", "model.drop_path=0.2", "model.label_drop=0.3", "optim.weight_decay=0.01", "optim.ema=0.5",
         "optim.momentum=0.9"]
 ADAM = ["optim.name=adam", "optim.lr=0.01", "optim.eps=1e-3"]
 NOISE = 0.02                                        # standard deviation of weights that would start at zero
-EXACT = 1e-10                                       # what rounding may leave in float64, of a parameter's largest change
-ROUNDING = 4.0                                      # how many times the serial run's own rounding error a layout may differ
-MOST = 0.5                                          # of a change: where rounding may leave more, a mistake would hide in it
+EXACT = 1e-10                                       # bound on rounding in float64, relative to a parameter's largest change
+ROUNDING = 4.0                                      # a layout may differ by so many times the serial run's own rounding error
+MOST = 0.5                                          # relative to a change: where rounding may be more, it would hide a mistake
 SEEDS = {"fp8": 3}                                  # runs that are judged together; else 1, and 3 with --thorough
 MARGIN = 16.0                                       # how far fp16's loss scale stays below one that does not overflow
 LOSS, NORM, SKIPPED, EVALUATION = "the loss", "the gradient norm", "skipped steps", "the loss in evaluation"
@@ -59,11 +59,11 @@ LOSS, NORM, SKIPPED, EVALUATION = "the loss", "the gradient norm", "skipped step
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: the layout and its settings, and whether it asks more than training.
+    """One comparison: the layout and its settings, and whether it tests more than training.
 
     thorough: padding and uneven ignored targets in the batches, a step that overflows, an evaluation, and a serial run without
-    recomputation, in float64 also without micro-batches. clipped: gradients are clipped to
-    half of the first step's norm. noise: the standard deviation of weights that would start at zero.
+    recomputation, in float64 also without micro-batches. clipped: gradients are clipped to half of the first step's norm.
+    noise: the standard deviation of weights that would start at zero.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Trial:
 
 
 def simple(config: Config) -> Trial:
-    """The trial without `--thorough`. Behind weights that are zero little moves, too little for other precisions than float64."""
+    """The trial without `--thorough`. Behind zero weights little moves: too little for other precisions than float64."""
     return Trial(config, noise=0.0 if config.precision == "fp64" else NOISE)
 
 
@@ -81,7 +81,7 @@ def simple(config: Config) -> Trial:
 class Gap:
     """How far a value is from the serial run's after a step, relative to its change since the start there.
 
-    The loss and the gradient norm count as values that start at 0. note: what is wrong with it besides its size.
+    The loss and the gradient norm count as values that start at 0. note: what else is wrong besides the size.
     """
 
     step: int
@@ -103,20 +103,20 @@ class Gap:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one or several trials of a layout found; only rank 0 has it. clipped: in how many steps clipping acted."""
+    """The result of one or several trials of a layout; only rank 0 has it. clipped: the steps in which clipping acted."""
 
     gaps: list[Gap]
     clipped: int = 0
 
 
-Snapshot = dict[str, Tensor]                        # what is compared after a step, by serial name, whole, in host memory
-Held = dict[str, list[tuple[Tensor, Placement]]]    # what a rank has of each
+Snapshot = dict[str, Tensor]                        # whole values to compare after a step, by serial name, in host memory
+Held = dict[str, list[tuple[Tensor, Placement]]]    # a rank's parts of each
 
 
 @dataclass(frozen=True)
 class Reference:
     """The serial run. snapshots: at the start and after each step; errors: rounding's share of each value (not in float64);
-    clip, loss_scale: what was found out for both runs."""
+    clip, loss_scale: the values that both runs use."""
 
     snapshots: list[Snapshot]
     errors: dict[str, float]
@@ -125,9 +125,9 @@ class Reference:
 
 
 def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
-    """Compare, print, and say whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU.
+    """Compare, print, and return whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU.
 
-    Raises `CourseError` for a layout that is refused or none, `RankError` if a rank fails of something else.
+    Raises `CourseError` if the layout is refused or is one process, `RankError` if a rank fails for another reason.
     """
     config = default_settings(preset, overrides)
     count = math.prod(max(1, getattr(config.parallel, name)) for name in AXES)
@@ -140,7 +140,7 @@ def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
         try:
             found = ranks(count, timeout=3600)(compare_all, trials)[0]
         except RankError as error:
-            if isinstance(error.__cause__, CourseError):                # the same on all of them: a layout that is refused
+            if isinstance(error.__cause__, CourseError):                # a refused layout, the same error on all
                 raise error.__cause__ from None
             raise
     else:
@@ -156,7 +156,7 @@ def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
 
 
 def default_settings(preset: str, overrides: Sequence[str], more: Sequence[str] = ()) -> Config:
-    """The configuration to compare, with all data-parallel ranks counted. more: settings between the defaults and the user's."""
+    """The configuration to compare, with parallel.dp filled in. more: settings between the defaults and the user's."""
     config = configuration.load(preset, [*DEFAULTS, *more, *overrides])
     p = config.parallel
     others = math.prod(getattr(p, name) for name in AXES if name != "dp")
@@ -165,14 +165,14 @@ def default_settings(preset: str, overrides: Sequence[str], more: Sequence[str] 
 
 
 def seeds(trial: Trial, count: int = 0) -> list[Trial]:
-    """The same trial from several seeds, which are judged together."""
+    """The same trial with several seeds, which are judged together."""
     c = trial.config
     return [replace(trial, config=replace(c, train=replace(c.train, seed=c.train.seed + i)))
             for i in range(count or SEEDS.get(c.precision, 1))]
 
 
 def thorough_trials(preset: str, overrides: Sequence[str]) -> list[list[Trial]]:
-    """In float64 with SGD and with Adam, from two seeds; then in the precision that is asked for, if that is another."""
+    """Trials in float64 with SGD and, with another seed, Adam; then in the requested precision, if that is another."""
     asked = default_settings(preset, overrides)
     exact = [*overrides, "precision=fp64", *(["attention=default", "stream=wide"] if asked.precision != "fp64" else [])]
     clipped = not any(entry.startswith("optim.clip=") for entry in overrides)
@@ -184,10 +184,9 @@ def thorough_trials(preset: str, overrides: Sequence[str]) -> list[list[Trial]]:
 
 
 def hard_settings(preset: str, overrides: Sequence[str], settings: Sequence[str]) -> Config:
-    """The configuration with those of the settings that the model has and the layout takes; what the user says stays.
+    """The configuration with those of `settings` that the model has and the layout accepts; the user's settings stay.
 
-    Micro-batches: enough for every pipeline stage, and the last one smaller. Buckets of gradients: several, however small the
-    model.
+    Micro-batches: enough for every pipeline stage, and the last one smaller. Gradient buckets: several, however small the model.
     """
     asked = default_settings(preset, overrides)
     known = {f"model.{entry.name}" for entry in fields(asked.model)}
@@ -209,12 +208,12 @@ def hard_settings(preset: str, overrides: Sequence[str], settings: Sequence[str]
 
 
 def compare(config: Config) -> list[Gap]:
-    """Join, compare and part, on every rank of the layout; rank 0 has the gaps."""
+    """Join, compare and leave, on every rank of the layout; rank 0 has the gaps."""
     return [gap for comparison in compare_all([seeds(simple(config))]) for gap in comparison.gaps]
 
 
 def compare_all(trials: list[list[Trial]]) -> list[Comparison]:
-    """A comparison for each group of trials, whose seeds are judged together; empty but on rank 0."""
+    """A comparison for each group of trials, whose seeds are judged together; empty on all ranks but 0."""
     with joined(trials[0][0].config.train.device) as world:
         mesh = build_mesh(trials[0][0].config.parallel, world)
         measured = [[measure(trial, world, mesh) for trial in group] for group in trials]
@@ -222,15 +221,15 @@ def compare_all(trials: list[list[Trial]]) -> list[Comparison]:
 
 
 def compare_in(config: Config, world: World, known: Reference | None = None, mesh: Mesh | None = None) -> list[Gap]:
-    """The gaps of the usual trial, on rank 0. known: the `references`, if rank 0 has them; mesh: one of these sizes, if there is
-    one already."""
+    """The gaps of the `simple` trial, on rank 0. known: the `references`, if rank 0 has them. mesh: an existing one of these
+    sizes."""
     measured = measure(simple(config), world, mesh or build_mesh(config.parallel, world), known)
     return [] if world.rank else judge([measured]).gaps
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes of the differences of one trial by (step, name), on rank 0; what is to be said of some; and the reference."""
+    """One trial's differences by (step, name), on rank 0; notes on some of them; and the reference."""
 
     sizes: dict[tuple[int, str], float]
     notes: dict[tuple[int, str], str]
@@ -247,17 +246,17 @@ def measure(trial: Trial, world: World, mesh: Mesh, known: Reference | None = No
         start, now = (reference.snapshots[0], reference.snapshots[number]) if reference.snapshots else ({}, {})
         exact = trial.config.precision == "fp64"
         for name, size, note in differences(held, {name: (now[name], start[name]) for name in now}, mesh, exact):
-            sizes[number, name] = size              # at the start nothing has changed: sizes are differences themselves
+            sizes[number, name] = size              # at the start nothing has changed: sizes are absolute
             if note:
                 notes[number, name] = note
     return Measured(sizes, notes, reference)
 
 
 def judge(measured: list[Measured]) -> Comparison:
-    """Gaps with their bounds: of several seeds, the root mean square of both the differences and the rounding errors."""
+    """Gaps with their bounds; over several seeds, the root mean square of both the differences and the rounding errors."""
     gaps, references = [], [one.reference for one in measured]
     errors = {name: root_mean_square([reference.errors[name] for reference in references]) for name in references[0].errors}
-    # a value that was lucky in these few steps may differ as much as half of those do that can be judged
+    # a value with little rounding by chance may differ as much as the median of those that can be judged
     half = median([error for error in errors.values() if ROUNDING * error <= MOST] or [MOST])
     notes = {at: note for one in reversed(measured) for at, note in one.notes.items()}
     for at in measured[0].sizes:
@@ -277,12 +276,12 @@ def judge(measured: list[Measured]) -> Comparison:
 
 
 def root_mean_square(values: Sequence[float]) -> float:
-    """Of one value, that value."""
+    """The root mean square; a single value stays as it is."""
     return values[0] if len(values) == 1 else math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 def serial_reference(trial: Trial, world: World) -> Reference:
-    """The serial run, and how much rounding leaves in each value (not in float64).
+    """Run serially, and measure the rounding error of each value (not in float64).
 
     Two runs that round differently are about as far apart as each is from the exact one.
     """
@@ -309,13 +308,13 @@ def serial_reference(trial: Trial, world: World) -> Reference:
 
 
 def references(config: Config, world: World) -> Reference:
-    """The reference of the usual trial, for several layouts that are compared with it."""
+    """The reference of the `simple` trial, with which several layouts are compared."""
     return serial_reference(simple(config), world)
 
 
 def finite_scale(trial: Trial, mesh: Mesh) -> float:
-    """A loss scale with which no gradient of the serial run overflows, by far. fp16 alone needs one that is tried out: there a
-    step that one run leaves out for an overflow, and the other does not, would make all that follows differ."""
+    """A loss scale far below those at which gradients of the serial run overflow. Only fp16 needs a search: if one run skipped
+    a step for an overflow and the other did not, everything after it would differ."""
     scale = FIRST_SCALE.get(trial.config.precision, 1.0)
     if trial.config.precision != "fp16":
         return scale
@@ -325,13 +324,13 @@ def finite_scale(trial: Trial, mesh: Mesh) -> float:
 
 
 def serial_run(trial: Trial, mesh: Mesh, clip: float = 0.0, loss_scale: float = 1.0) -> list[Snapshot]:
-    """What one process has at the start and after each step."""
+    """Train in one process; returns its values at the start and after each step."""
     return [{name: x.cpu().reshape(where.global_shape).clone() for name, ((x, where),) in held.items()}
             for held in run(trial, mesh, clip, loss_scale)]
 
 
 def run(trial: Trial, mesh: Mesh, clip: float, loss_scale: float) -> Iterator[Held]:
-    """Train; what this rank has at the start and after each step, then, if thorough, after a step that overflows."""
+    """Train, and yield this rank's values at the start, after each step and, if thorough, after a step that overflows."""
     c = replace(trial.config, optim=replace(trial.config.optim, clip=clip))
     training = assemble(c, mesh, trial.noise)
     training.progress.loss_scale.fill_(loss_scale)
@@ -352,12 +351,12 @@ def run(trial: Trial, mesh: Mesh, clip: float, loss_scale: float) -> Iterator[He
 
 
 def scalars(values: dict[str, Tensor]) -> Held:
-    """Values that every rank has whole."""
+    """Scalars that every rank has whole."""
     return {name: [(value.detach(), Placement(name, (), ()))] for name, value in values.items()}
 
 
 def held_tensors(training: Training) -> Held:
-    """This rank's parameters, in float32 where the model's own have 16 bits, and moving averages."""
+    """This rank's parameters, with float32 masters for those of 16 bits, and moving averages."""
     masters = training.gradients.full_master_weights()
     at = training.layout.placements
     mine = [(at[p].name, masters.get(p, p), at[p]) for p in training.model.parameters()]
@@ -369,8 +368,8 @@ def held_tensors(training: Training) -> Held:
 
 
 def batch_of(training: Training, number: int, thorough: bool) -> Batch:
-    """This rank's part of global batch `number`: random numbers. thorough: the first sample is padding, and each sample of text
-    ignores another share of its targets."""
+    """This rank's part of global batch `number`: random numbers. thorough: the first sample is padding, and samples of text
+    ignore different shares of their targets."""
     t, mesh = training.config.train, training.mesh
     mine = order.my_slice(t.global_batch, mesh.dp.size, mesh.dp.rank)
     dtype = parameter_dtype(training.config.precision)
@@ -387,7 +386,7 @@ def batch_of(training: Training, number: int, thorough: bool) -> Batch:
 
 
 def one_step(training: Training, number: int) -> Tensor:
-    """Train on this rank's part of global batch `number`; the global loss."""
+    """Train on this rank's part of global batch `number`; returns the global loss."""
     loss, _ = training.step(batch_of(training, number, False))
     training.gradients.wait_parameters()
     return global_loss(loss, training.mesh)
@@ -408,14 +407,14 @@ def evaluate(training: Training) -> Tensor:
     return sums[0] / sums[1]
 
 
-Part = tuple[Any, int, float, float]                # which part of a value; its numbers; largest difference; sum of their squares
+Part = tuple[Any, int, float, float]                # box and flat range; count; largest difference; sum of squared differences
 
 
 def differences(mine: Held, serial: dict[str, tuple[Tensor, Tensor]], mesh: Mesh,
                 exact: bool) -> Iterator[tuple[str, float, str]]:
-    """(name, difference from the serial value, what else is wrong) of each value, over all ranks; each has the answer.
+    """Yield (name, difference from the serial value, what else is wrong) of each value over all ranks, on every rank.
 
-    serial: rank 0 brings for each name the value now and at the start. exact: the largest difference counts, not the mean.
+    serial: on rank 0, each name's value now and at the start. exact: the largest difference counts, not the root mean square.
     """
     everyone, device = mesh.all, mesh.world.device
     parts: dict[str, list[Part]] = {}
@@ -436,7 +435,7 @@ def differences(mine: Held, serial: dict[str, tuple[Tensor, Tensor]], mesh: Mesh
 
 
 def part_of(whole: Tensor, where: Placement) -> Tensor:
-    """What a rank should have of a serial value."""
+    """The part of a serial value that a rank should have."""
     part = whole[tuple(slice(*side) for side in where.box)]
     return part if where.flat is None else part.reshape(-1)[slice(*where.flat)]
 
@@ -448,8 +447,8 @@ def difference(x: Tensor, serial: Tensor, where: Placement) -> Part:
 
 
 def difference_of_parts(parts: list[Part], numbers: int, scale: float, exact: bool) -> tuple[float, str]:
-    """The difference of a whole value from those of its parts, of which several ranks may have the same, the worst of them
-    counting; and a note if some of its numbers are nowhere."""
+    """The difference of a whole value, from those of its parts, and a note if no rank has some of its numbers. If several ranks
+    have the same part, the worst counts."""
     worst: dict[Any, Part] = {}
     for part in parts:
         if part[0] not in worst or not part[3] <= worst[part[0]][3]:
@@ -476,7 +475,7 @@ def change(now: Tensor, start: Tensor, exact: bool = True) -> float:
 
 
 def resolution(now: Tensor, start: Tensor) -> float:
-    """How much rounding may leave of a value, relative to the largest change since the start.
+    """The rounding error that a value may have, relative to its largest change since the start.
 
     `EXACT`, unless training hardly moved it (0.09 in float64 that changed by 1e-8 is stored to 1e-9 of that change), or it is
     in float32, as the gradient norm is.
@@ -485,13 +484,13 @@ def resolution(now: Tensor, start: Tensor) -> float:
 
 
 def gap(a: Tensor, b: Tensor, scale: float, exact: bool = True) -> float:
-    """The largest difference between two tensors of one shape, or the norm of all, relative to `scale`, in their unit."""
+    """The largest difference between two tensors of one shape, or the norm of all, relative to `scale`, which has their unit."""
     d = a.double() - b.double()
     return (d.abs().max() if exact else d.norm()).item() / scale
 
 
 def tell(config: Config, gaps: list[Gap]) -> bool:
-    """Print the verdict; whether all is equal. Where less than half can be judged there is none, and that is not equal."""
+    """Print the verdict and return whether all is equal. If less than half can be judged, there is no verdict: False."""
     p, steps = config.parallel, max(entry.step for entry in gaps)
     layout = " ".join(f"{name}={getattr(p, name)}" for name in AXES) + (" sp" if p.sp else "")
     print(f"{config.preset} in {config.precision}, {config.train.steps} steps of {config.optim.name}: {layout} against one "
@@ -503,7 +502,7 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
         print(f"  step {number}: {loss}of {len(at)} values {worst.name} differs most, by {worst.size:.1e} of what training "
               f"changed it by (rounding may leave {worst.bound:.1e})")
     wrong, vague = [entry for entry in gaps if entry.wrong], [entry for entry in gaps if not entry.judged]
-    too_few = 2 * len(vague) > len(gaps)             # are judged
+    too_few = 2 * len(vague) > len(gaps)             # can be judged
     if vague:
         names, total = list(dict.fromkeys(entry.name for entry in vague)), len({entry.name for entry in gaps})
         print(f"not judged: {len(names)} of {total} values, of whose change rounding in {config.precision} may be {MOST:.0%} or "
@@ -519,7 +518,7 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
 
 
 def print_differences(wrong: list[Gap], count: int) -> None:
-    """Name what differs in a step, the worst first."""
+    """Print what differs in a step, the worst first."""
     skipped = next((entry for entry in wrong if entry.name == SKIPPED), None)
     if skipped:
         print(f"DIFFERENT in step {skipped.step}: only one of the two runs left out a step, as it does when a loss or gradient "
@@ -532,12 +531,12 @@ def print_differences(wrong: list[Gap], count: int) -> None:
 
 
 def by_size(entry: Gap) -> tuple[bool, float]:
-    """By what values are ordered: those with something said of them first, then by how far they differ."""
+    """The sort key of gaps, for largest first: those with a note or a NaN, then the others by size."""
     return bool(entry.note) or math.isnan(entry.size), entry.size
 
 
 def not_tried(trial: Trial, comparison: Comparison) -> dict[str, str]:
-    """What a comparison with these settings cannot show: a word for it, and the sentence's part that says so."""
+    """What a comparison with these settings cannot show: a key, and the words that the report prints for it."""
     c = trial.config
     zero = [name for name in ("dropout", "drop_path", "label_drop") if getattr(c.model, name, 1) == 0]
     samples = c.train.global_batch // max(1, c.parallel.dp)

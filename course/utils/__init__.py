@@ -1,1 +1,1 @@
-"""What every room uses: errors, files that are whole or absent, randomness, this machine, plots."""
+"""What every package uses: errors, files that are whole or absent, randomness, this machine, plots."""

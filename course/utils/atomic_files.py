@@ -16,13 +16,13 @@ from course.utils.errors import CourseError
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; when the block succeeds the file or folder there becomes `path`.
+    """Yield a temporary name beside `path`; when the block succeeds, the file or folder there becomes `path`.
 
-    The bytes reach the disk before the rename, so a power cut leaves the old file or the new one. When
-    the block fails the temporary file is removed and whatever stood at `path` is untouched. One process at a time: what several
-    may write, such as data, is locked (`course.resilience.folder_lock`).
+    The bytes reach the disk before the rename, so a power cut leaves the old file or the new one. When the block fails, the
+    temporary file is removed and `path` is untouched. Only one process may write at a time: lock what several may write, such as
+    data (`course.resilience.folder_lock`).
 
-    Raises `CourseError` where the disk is full or not writable, or the path leads through a file.
+    Raises `CourseError` if the disk is full or not writable, or a parent of the path is a file.
     """
     temporary = temporary_path(path)
     make_parent(path)
@@ -38,12 +38,12 @@ def atomic(path: Path) -> Iterator[Path]:
     except (OSError, RuntimeError) as error:
         remove(temporary)
         number = getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):        # HDF5 sets no errno, and raises either
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):        # HDF5 raises either type, no errno
             raise CourseError(f"the disk is full while writing {path}: free some space there and run again; "
                               "what was written before is intact") from error
         if not isinstance(error, OSError):
             raise
-        missing = error.errno == errno.ENOENT and error.filename == str(temporary)      # /proc is a folder that takes no file
+        missing = error.errno == errno.ENOENT and error.filename == str(temporary)      # /proc is a folder that takes no files
         if missing or error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise cannot_write(path, error) from error
         raise
@@ -53,18 +53,18 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where `atomic` gathers what is to be at `path`."""
+    """The temporary path that `atomic` writes to for `path`."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def free_bytes(path: Path) -> int:
-    """How many bytes can be written where `path` is to be; 0 where nothing can be."""
+    """The free bytes on the disk where `path` is to be; 0 if there is no such disk."""
     there = next((place for place in path.absolute().parents if place.is_dir()), None)
     return shutil.disk_usage(there).free if there else 0
 
 
 def make_parent(path: Path) -> None:
-    """Make the folder in which `path` will be. Raises `CourseError` where none can be, whatever the reason."""
+    """Make the folder of `path`. Raises `CourseError` if that is impossible, whatever the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,7 +72,7 @@ def make_parent(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CourseError:
-    """The sentence for a place that takes no files. Of a file where a folder should be, systems say that it exists."""
+    """The error for a place that takes no files. If a file is in a folder's place, systems say that it exists."""
     why = "a part of that path is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
     return CourseError(f"cannot write {path}: {why}; choose a folder that you may write to")
 
@@ -96,11 +96,11 @@ def remove(path: Path) -> None:
 
 
 class NotAnOrdinaryFile(OSError):
-    """Something else than an ordinary file stands where one belongs, such as a named pipe."""
+    """Something other than an ordinary file, such as a named pipe, is where one belongs."""
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of an ordinary file. Raises `NotAnOrdinaryFile` for anything else: opening a named pipe would wait for ever."""
+    """The bytes of an ordinary file. Raises `NotAnOrdinaryFile` for anything else: opening a named pipe would wait forever."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise NotAnOrdinaryFile(errno.EINVAL, "it is no ordinary file", str(path))
@@ -108,7 +108,7 @@ def read_file(path: Path) -> bytes:
 
 
 def check_kind(path: Path, folder: bool = False) -> None:
-    """Raise `CourseError` if what stands at `path` is not a file, or not a folder: a named pipe, a socket, a link to nowhere."""
+    """Raise `CourseError` if `path` exists but is not a file (not a folder): a named pipe, a socket, a dangling link."""
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def check_kind(path: Path, folder: bool = False) -> None:
             return                                   # there is nothing
         kind = 0
     except OSError:
-        return                                       # whoever opens it will say why it cannot
+        return                                       # opening it will say why
     if not (stat.S_ISDIR(kind) if folder else stat.S_ISREG(kind)):
         what = KINDS.get(stat.S_IFMT(kind), "a link to nothing")
         raise CourseError(f"{path} is {what}, and {'a folder' if folder else 'an ordinary file'} is to be there: move it away")
@@ -133,28 +133,28 @@ def sha256(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, whatever the locale, or in UTF-16 if it says so; a byte-order mark is no part of it.
+    """The text of a file in UTF-8, whatever the locale, or in UTF-16 if marked so; a byte-order mark is not part of it.
 
-    Editors of Windows put marks there, and PowerShell writes UTF-16. Raises `UnicodeDecodeError`, a ValueError, for other bytes.
+    Windows editors write such marks, and PowerShell writes UTF-16. Raises `UnicodeDecodeError`, a ValueError, for other bytes.
     """
     raw = path.read_bytes()
     return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)       # of a file system that keeps none: NFS, Lustre without flock
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)       # from file systems without locks: NFS, Lustre without flock
 
 
 def os_error_number(error: BaseException) -> int:
-    """The operating system's number for what went wrong; 0 if there is none. HDF5 and NetCDF may say it in their text alone."""
+    """The operating system's error number; 0 if there is none. HDF5 and NetCDF may give it only in their text."""
     named = re.search(r"\berrno(?: =)? (\d+)", str(error), re.IGNORECASE)
     return getattr(error, "errno", None) or (int(named[1]) if named else 0)
 
 
 def os_error_cure(error: BaseException, otherwise: str) -> str:
-    """What to do about a file that cannot be opened, read or written, where the system gives a reason; else `otherwise`.
-    NetCDF's own numbers are below 0, and speak of the file.
+    """What to do about a file that cannot be opened, read or written, if the system gives a reason; else `otherwise`.
 
-    Never to remove it: a file that cannot be reached is as good as ever.
+    It never says to remove the file: an unreachable file is as good as ever. NetCDF's own numbers are below 0, and concern the
+    file.
     """
     number = os_error_number(error)
     if number in (errno.EMFILE, errno.ENFILE):

@@ -1,4 +1,4 @@
-"""One exception for everything a user can mend, and words for its sentence: how a process ended, what was probably meant."""
+"""One exception for everything that a user can fix, and phrases for its message: how a process ended, what was probably meant."""
 
 import difflib
 import signal
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 class CourseError(Exception):
-    """Bad input, said in one sentence: what is wrong, where, and what to do.
+    """Bad input, explained in one sentence: what is wrong, where, and what to do.
 
     The command line prints the sentence without a traceback and exits with status 1.
     """
 
 
 def does_not_exist(path: Path) -> str:
-    """`PATH does not exist`, and where it is if one works outside the course's folder: in that which holds the package."""
+    """`PATH does not exist`, and where it is if the user works outside the course's folder, which holds the package."""
     folder = Path(__file__).resolve().parents[2]
     there = not path.is_absolute() and Path.cwd() != folder and (folder / path).exists()
     return (f"{path} does not exist here, but in {folder}: are you outside the course's folder? Go there, or else" if there else
@@ -22,7 +22,7 @@ def does_not_exist(path: Path) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """A process's return code in words, as `subprocess` gives it: `exited with code 3`, `died of SIGKILL`."""
+    """A process's return code, as `subprocess` gives it, in words: `exited with code 3`, `died of SIGKILL`."""
     return f"exited with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
 
 
@@ -33,19 +33,19 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def closest_match(word: str, candidates: Iterable[str]) -> str:
-    """The most similar candidate: the shortest that begins so, else the most alike; "" if none is."""
+    """The most similar candidate: the shortest that begins with the word, else the closest match; "" if there is none."""
     known = list(candidates)
     begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
     return next(iter(begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)), "")
 
 
-# of memory that ran out: PyTorch's words of a GPU's, cuBLAS's, and of the host's on Linux, macOS and Windows
+# messages of running out of memory: PyTorch's on a GPU, cuBLAS's, and the host's on Linux, macOS and Windows
 OUT = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "Cannot allocate memory", "not enough memory",
        "bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a GPU or the host; not all such have a kind of their own."""
+    """Whether an exception says that a GPU or the host ran out of memory; not all such exceptions have their own type."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in OUT)
 
 

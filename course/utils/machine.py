@@ -14,18 +14,18 @@ IN_IT = len("/pymp-12345678/listener-12345678")      # what `multiprocessing` ad
 
 
 def cores() -> int:
-    """Processor cores: those that it is bound to, where the system says it (Linux; a Slurm job's), else all."""
+    """The processor cores that this process may use, if the system says (Linux, a Slurm job), else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel. One that has merely imported `ipykernel`, as libraries do, is none."""
+    """Whether this process is a Jupyter kernel. Merely importing `ipykernel`, as libraries do, does not count."""
     kernel = sys.modules.get("ipykernel.kernelapp")
     return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 def machine_load() -> str:
-    """How busy it is, in half a sentence."""
+    """How busy this machine is, as a clause."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -43,9 +43,9 @@ def end_with_parent() -> None:
 
 
 def short_sockets() -> None:
-    """Let `multiprocessing` put its sockets where their names are short enough, if TMPDIR, such as a Slurm job's, is long.
+    """Let `multiprocessing` use a folder with a short name for its sockets if TMPDIR, such as a Slurm job's, is long.
 
-    Call it before processes are started that pass each other memory. Raises `CourseError` where no such folder can be written to.
+    Call it before starting processes that pass each other memory. Raises `CourseError` if no such folder is writable.
     """
     settings = process.current_process()._config     # type: ignore[attr-defined]  # it has no other way to say so
     if settings.get("tempdir") or len(os.fsencode(tempfile.gettempdir())) + IN_IT <= SOCKET_NAME:

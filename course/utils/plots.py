@@ -1,4 +1,4 @@
-"""Figures of forecasts. Each function returns a matplotlib figure; palettes are readable by the colour-blind."""
+"""Figures of forecasts. Each function returns a matplotlib figure; the palettes are safe for color-blind readers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,20 @@ FIELD, ERROR = "viridis", "PuOr"
 EXTENT = (0.0, 360.0, -90.0, 90.0)
 
 
-Scale = tuple[float, float, float]                   # the lowest and highest value that have a colour, the largest error
+Scale = tuple[float, float, float]                   # the lowest and highest value with a color, the largest error
 
 
 def scale_of(truth: np.ndarray, forecast: np.ndarray) -> Scale:
-    """Colours that suit these fields, of any equal shape; of a whole forecast at once, so that its maps can be compared."""
+    """The color scale for these fields, of any equal shape. Take it from a whole forecast, so that its maps can be compared."""
     low, high = np.percentile(truth, [1, 99])
     return float(low), float(high), max(float(np.percentile(abs(forecast - truth), 99)), 1e-6)
 
 
 def truth_forecast_error(truth: np.ndarray, forecast: np.ndarray, title: str, start: np.ndarray | None = None,
                          scale: Scale | None = None) -> Figure:
-    """Maps of truth, forecast and their difference, of (H, W) fields; and of the start where it is given.
+    """Maps of truth, forecast and their difference, (H, W) each, and of the start if it is given.
 
-    Colours suit these fields, unless `scale` says which: give several maps one, to compare them by eye.
+    Colors suit these fields, unless `scale` is given: use one for several maps to compare them by eye.
     """
     maps = [("truth", truth), ("forecast", forecast)]
     if start is not None:
@@ -52,7 +52,7 @@ def draw(axis: Any, field: np.ndarray, name: str, palette: str, low: float, high
 
 
 def skill(hours: list[int], curves: dict[str, list[float]], title: str, unit: str) -> Figure:
-    """RMSE against lead time, a curve for each method."""
+    """RMSE against lead time, one curve per method."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     styles = [("o", "-", "#0072B2"), ("s", "--", "#D55E00"), ("", ":", "#666666"), ("^", "-.", "#009E73")]

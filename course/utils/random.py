@@ -1,15 +1,14 @@
 """Randomness as a pure function: a number depends on what it is for, never on what was drawn before.
 
-Every random number here is a hash of a key and a counter (a counter-based generator in the sense of
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the hash is the finaliser of
-Steele et al.'s SplitMix64, OOPSLA 2014). So
+Every random number here is a hash of a key and a counter (a counter-based generator in the sense of Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011; the hash is the finalizer of Steele et al.'s SplitMix64, OOPSLA 2014). So
 
     a weight        is a function of (seed, serial parameter name, index of the element),
     a dropped unit  is a function of (seed, step, sample id, site, position),
     a data order    is a function of (seed, epoch),
 
-and a rank draws just the slice it holds: every parallel layout sees the same numbers, and resuming a
-run needs no generator state.
+and a rank draws just the slice it holds: every parallel layout sees the same numbers, and resuming a run needs no generator
+state.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ def fold(key: int | Tensor, counter: Tensor) -> Tensor:
 
 def uniform(key: int | Tensor, counter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers strictly between 0 and 1, one for each counter (int64, any shape)."""
-    bits = 52 if dtype == torch.float64 else 23    # one less than the mantissa: the half below stays exact
+    bits = 52 if dtype == torch.float64 else 23    # one less than the mantissa, so that + 0.5 stays exact
     whole = _shift(fold(key, counter), 64 - bits)
     return (whole.to(dtype) + 0.5) * 2.0**-bits
 
@@ -54,7 +53,7 @@ def normal(key: int | Tensor, counter: Tensor, dtype: torch.dtype = torch.float3
 
 
 def permutation(key: int, n: int) -> np.ndarray:
-    """The numbers 0 .. n-1 in an order that the key decides."""
+    """The numbers 0 .. n-1 in an order that depends on the key."""
     return torch.argsort(fold(key, torch.arange(n)), stable=True).numpy()
 
 
@@ -65,7 +64,7 @@ def sample_keys(seed: int, step: Tensor, sample: Tensor) -> Tensor:
 
 def element_index(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], device: torch.device,
                   flat: tuple[int, int] | None = None) -> Tensor:
-    """The row-major index in a tensor of `shape` of each element of a box of it; flat: of a range of them, in the box's order.
+    """The row-major indices, in a tensor of `shape`, of a box's elements; flat: only of this range of them, in the box's order.
 
     >>> element_index((4, 3), ((1, 3), (0, 2)), torch.device("cpu")).tolist()
     [[3, 4], [6, 7]]
@@ -84,7 +83,7 @@ def element_index(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], devi
 
 
 class Uniform(NamedTuple):
-    """A rule of an `init_plan()`: evenly from -bound to bound."""
+    """A rule of an `init_plan()`: uniform from -bound to bound."""
 
     bound: float
 

@@ -1,7 +1,8 @@
-"""Recorded measurements: a JSON file each, with the hardware, versions, date and command; and what reads them.
+"""Recorded measurements, and functions that read them. Each JSON file has hardware, versions, date and command.
 
-Text takes numbers from here when it is built: `{result: EXPRESSION | FORMAT}` in a lesson's master (`fill`), comments in README
-and docs (`pages.py`). `python -m course.bench.results` writes docs/results.md and fills the pages; `--check` finds what is stale.
+Lessons and pages take their numbers from here when they are built: through `{result: EXPRESSION | FORMAT}` in a lesson's master
+(`fill`), and through comments in README and docs (`pages.py`). `python -m course.bench.results` writes docs/results.md and fills
+the pages; `--check` lists stale ones.
 """
 
 import json
@@ -14,13 +15,13 @@ from typing import Any
 from course.utils.errors import CourseError
 
 FOLDER = Path(__file__).parent
-LABELS = ("case", "rung", "name")                    # the field that tells the rows of a file apart
+LABELS = ("case", "rung", "name")                    # fields that identify a row
 DIRECTIVE = re.compile(r"\{result:\s*([^{}|]+?)\s*\|\s*([^{}|]*?)\s*\}")
 
 
 @cache
 def load(name: str) -> dict[str, Any]:
-    """A recorded measurement, NAME.json. All readers share it: do not change it. Raises `CourseError` if there is none."""
+    """Load the recorded measurement NAME.json. The object is cached: do not modify it. Raises `CourseError` if there is none."""
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         available = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
@@ -30,10 +31,10 @@ def load(name: str) -> dict[str, Any]:
 
 
 def value(name: str, label: str, field: str = "ms", part: str = "rows", **where: Any) -> Any:
-    """A field of the one row of NAME.json with this label and these other fields.
+    """A field of the only row of NAME.json with this label and these other fields.
 
-    part: where the rows are, if not below "rows"; "again/rows" is the list "rows" of "again". Raises `CourseError` unless exactly
-    one row matches and has the field.
+    part: the path of the rows; "again/rows" is the list "rows" in "again". Raises `CourseError` unless exactly one row matches
+    and has the field.
     """
     rows: Any = load(name)
     for key in part.split("/"):
@@ -48,7 +49,7 @@ def value(name: str, label: str, field: str = "ms", part: str = "rows", **where:
 
 
 def formatted(expression: str, form: str, names: Mapping[str, Any]) -> str:
-    """What a directive stands for: a Python expression over these names, in a format such as .1f. Raises `CourseError`."""
+    """Evaluate a Python expression over these names and format it, for example with .1f. Raises `CourseError` if that fails."""
     try:
         return format(eval(expression, dict(names)), form)
     except Exception as error:
@@ -56,5 +57,5 @@ def formatted(expression: str, form: str, names: Mapping[str, Any]) -> str:
 
 
 def fill(text: str, names: Mapping[str, Any]) -> str:
-    """A text with each `{result: EXPRESSION | FORMAT}` replaced by its number. Raises `CourseError`."""
+    """Replace each `{result: EXPRESSION | FORMAT}` in a text by its number. Raises `CourseError` if one fails."""
     return DIRECTIVE.sub(lambda found: formatted(" ".join(found[1].split()), found[2], names), text)

@@ -1,8 +1,8 @@
-"""Pages with numbers of recorded measurements: docs/results.md, written whole, and README and docs, filled in between comments.
+"""Write recorded numbers into pages: docs/results.md as a whole, README and docs between comments.
 
     <!-- result: value("gpt_h200", "124M: bf16", "mfu") | .0% -->48%<!-- -->
 
-is a number in a sentence; a line `<!-- table: NAME -->` has that table of `tables.py` below it, up to `<!-- end of table -->`.
+is a number in a sentence. A table of `tables.py` stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 import re
@@ -17,7 +17,7 @@ TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re
 
 
 def filled(text: str) -> str:
-    """A page with its numbers and tables as they are recorded now. Raises `CourseError`."""
+    """Fill in a page's numbers and tables. Raises `CourseError` for an unknown table or a wrong expression."""
     def table(found: re.Match[str]) -> str:
         if found[2] not in tables.TABLES:
             raise CourseError(f"there is no table {found[2]}; there are {', '.join(tables.TABLES)}")
@@ -28,19 +28,19 @@ def filled(text: str) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """The text that each page should have, by path: of all Markdown that people read, and docs/results.md."""
+    """Path -> text that it should have, for README, the Markdown files in docs/, and docs/results.md."""
     found = {path: filled(path.read_text(encoding="utf-8"))
              for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.name != "results.md"}
     return found | {root / "docs/results.md": tables.page()}
 
 
 def stale(root: Path) -> list[Path]:
-    """The pages whose numbers are not those that are recorded."""
+    """The pages that differ from the recorded numbers, or do not exist."""
     return [path for path, text in pages(root).items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
 
 
 def write(root: Path) -> list[Path]:
-    """Write the pages that are stale; returns them."""
+    """Write the stale pages, and return them."""
     changed = stale(root)
     texts = pages(root)
     for path in changed:

@@ -1,11 +1,11 @@
-"""The tables of recorded numbers in docs/results.md and README, and the names that expressions in pages may use.
+"""The tables of recorded numbers in docs/results.md and README, and the names for expressions in pages.
 
-A table is data: columns, each with a header, a format and a function, and rows, each with the words that the functions get.
-docs/results.md is page.md, beside this file, with its tables and numbers filled in. In expressions stands, for instance,
+A table is data: columns with a header, a format and a function, and rows with the arguments of these functions. docs/results.md
+is page.md, beside this file, with tables and numbers filled in. Expressions may use, for example,
 
-    value("gpt_h200", "124M: bf16", "mfu")          a number of a file
-    column("fp8", "beside bf16")                    the numbers of a table below a header
-    cell("vit", "bf16", "samples/s")                one of them
+    value("gpt_h200", "124M: bf16", "mfu")          a number in a file
+    column("fp8", "beside bf16")                    a column of a table
+    cell("vit", "bf16", "samples/s")                a cell of a table
 """
 
 import re
@@ -26,37 +26,37 @@ Words = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """The function gets a row's words; it returns the number, or None where there is none."""
+    """A column. of: takes a row's words and returns the number, or None if there is none."""
 
     header: str
-    form: str                                        # a format of Python, such as .1f or .0%; "" for text
+    form: str                                        # Python format, such as .1f or .0%; "" for text
     of: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows have a label and the words that columns make numbers of."""
+    """A table. rows: label -> words, the arguments of each column's function."""
 
     columns: Sequence[Column]
     rows: dict[str, Words]
 
 
 def page() -> str:
-    """All of docs/results.md. Raises `CourseError` for a table or a number that there is not."""
+    """The text of docs/results.md. Raises `CourseError` for an unknown table or a wrong expression."""
     lines = (FOLDER / "page.md").read_text(encoding="utf-8")
-    paragraphs = re.sub(r"(?<=\S)\n *(?=[^\s|#-])", " ", lines)          # a line each: no number begins one
+    paragraphs = re.sub(r"(?<=\S)\n *(?=[^\s|#-])", " ", lines)          # one line per paragraph: no number starts a line
     return re.sub(r"\{table: ([\w-]+)\}", lambda found: markdown(table(found[1])), fill(paragraphs, globals()))
 
 
 def table(name: str) -> Table:
-    """The table of this name. Raises `CourseError`."""
+    """The table with this name. Raises `CourseError` if there is none."""
     if name not in TABLES:
         raise CourseError(f"there is no table {name}; there are {', '.join(TABLES)}")
     return TABLES[name]
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, with a dash where there is no number."""
+    """Format a table as Markdown, with a dash for missing numbers."""
     lines = [" | ".join(["|", *(column.header for column in table.columns)]), "|---" * (len(table.columns) + 1)]
     for label, words in table.rows.items():
         numbers = [(column.form, column.of(*words)) for column in table.columns]
@@ -65,7 +65,7 @@ def markdown(table: Table) -> str:
 
 
 def column(name: str, header: str, rows: str = "") -> list[Any]:
-    """The numbers of a table below a header, of the rows whose label has these words. Raises `CourseError` if there are none."""
+    """A column of a table, for the rows whose label contains `rows`. Raises `CourseError` if there are none."""
     found = [one.of(*words) for one in table(name).columns if one.header == header
              for label, words in table(name).rows.items() if rows in label]
     if not found:
@@ -74,7 +74,7 @@ def column(name: str, header: str, rows: str = "") -> list[Any]:
 
 
 def cell(name: str, label: str, header: str) -> Any:
-    """A number of a table. Raises `CourseError` if it has no such row or column."""
+    """A cell of a table. Raises `CourseError` if it has no such row or column."""
     rows = table(name).rows
     found = [one.of(*rows[label]) for one in table(name).columns if one.header == header and label in rows]
     if not found:
@@ -82,20 +82,20 @@ def cell(name: str, label: str, header: str) -> Any:
     return found[0]
 
 
-# ---- numbers that files do not have as they are ----
+# ---- derived numbers ----
 
 NARROW, TRITON = "compiled, narrow stream", "compiled, narrow stream, Triton kernels, in a graph"
-PLAIN, SEQUENCE, HAND = ("course",), ("course, sequence parallel",), ("course, Triton kernels",)           # whose layers
+PLAIN, SEQUENCE, HAND = ("course",), ("course, sequence parallel",), ("course, Triton kernels",)           # names of layers
 CORE, ENGINE = ("megatron-core",), ("megatron-core, Transformer Engine",)
 
 
 def speed(file: str, label: str) -> float:
-    """Thousand tokens a second of a GPT, images a second of a DiT."""
+    """Thousand tokens/s for a GPT, images/s for a DiT."""
     return float(value(file, label, "tokens_per_s") / 1e3 if file == "gpt_h200" else value(file, label, "samples_per_s"))
 
 
 def only(key: str) -> str:
-    """What all files of NVIDIA GPUs say. Raises `CourseError` if they differ."""
+    """The common value of a key in all files of NVIDIA GPUs. Raises `CourseError` if they differ."""
     files = [load(path.stem) for path in FOLDER.glob("*.json")]
     found = {str(file[key]).partition("+")[0] for file in files if "NVIDIA" in file.get("hardware", "")}
     if len(found) != 1:
@@ -104,25 +104,25 @@ def only(key: str) -> str:
 
 
 def gelu_gain(_: str, model: str) -> float | None:
-    """How much of a step GELU's gradient in the matmul before it saves; None where it was not measured."""
+    """The share of a step that fusing GELU's gradient into the matmul before it saves; None if not measured."""
     ms = {row["gelu"]: row["ms"] for row in load("gelu_h200")["rows"] if row["rung"] == f"{model}: bf16, {TRITON}"}
     return 1 - ms["in the matmul"] / ms["apart"] if ms else None
 
 
 def matmul_gain(_: str, model: str) -> float:
-    """How much of a step the fastest algorithm for each matmul saves, in the mean of runs by turns."""
+    """The share of a step that the fastest algorithm for each matmul saves, as the mean of alternating runs."""
     rows = [row for row in load("products_h200")["steps"] if row["rung"] == f"{model}: bf16, {TRITON}"]
     return 1 - mean(row["ms"] for row in rows if row["chosen"]) / mean(row["ms"] for row in rows if not row["chosen"])
 
 
 def small_gap(file: str, run: str) -> float | None:
-    """How far a small ViT's losses are from bf16's; None where it did not run."""
+    """The gap between a small ViT's loss and bf16's; None if not measured."""
     gaps: dict[str, float] = load(file)["gap"]
     return gaps.get(run)
 
 
 def large_gap(run: str, model: str) -> float | None:
-    """The same of a large model, from the file that has the run; with no run, how bf16's seeds scatter."""
+    """The gap between a large model's loss and bf16's, None if not measured; without a run, the spread of bf16's seeds."""
     if not run:
         return float(load("alignment_h200")["models"][model]["spread"])
     models = [load(f"alignment_{name}")["models"].get(model, {}) for name in ("h200", "cp_h200")]
@@ -130,20 +130,20 @@ def large_gap(run: str, model: str) -> float | None:
 
 
 def loader(kind: str, workers: str) -> float | None:
-    """Pairs a second of a loader; with no kind, what the page cache gives."""
+    """Pairs/s of a loader; without a kind, of the page cache."""
     found = load("loaders_h200")
     rates: dict[str, float] = found["loaders"][kind] if kind else found["page cache to memory"]
     return rates.get(workers)
 
 
 def with_buffers(gpus: int, model: str) -> float:
-    """GB of a step through symmetric memory, of which PyTorch does not count four buffers of a batch."""
+    """GB of a step with symmetric memory, plus its four batch-sized buffers, which PyTorch does not count."""
     label, file = f"{model}, Triton kernels, through memory, in a graph", f"sp_{gpus}xh200"
     return float(value(file, label, "memory_gb") + 4e-3 * value(file, label, "sample_mb") * int(model.split()[-2]))
 
 
 def layers(gpus: str, ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
-    """The time of the fastest of our layers over that of the fastest of megatron-core's, by case."""
+    """For each case, the time of the fastest of `ours` over that of the fastest of `theirs`."""
     cases: dict[str, dict[str, float]] = {}
     for row in load(f"grid_{gpus}h200")["rows"]:
         if row["case"].endswith("layers"):
@@ -153,12 +153,12 @@ def layers(gpus: str, ours: Sequence[str], theirs: Sequence[str]) -> list[float]
 
 
 def span(numbers: Sequence[float]) -> str | None:
-    """From the least to the most, in percent; None if there are none."""
+    """The range of the numbers in percent; None if there are none."""
     return f"{min(numbers):.0%} to {max(numbers):.0%}" if numbers else None
 
 
 def comparisons(file: str) -> list[dict[str, Any]]:
-    """All comparisons of a file of parity, those of its parts included."""
+    """All comparisons in a parity file, from all its parts."""
     parts = [part if isinstance(part, list) else part["rows"] for part in load(file).values() if isinstance(part, list | dict)]
     return [row for part in parts for row in part]
 
@@ -170,7 +170,9 @@ def wrong(row: dict[str, Any]) -> bool:
 
 @cache
 def today(kind: str) -> tuple[list[float], list[float]]:
-    """Predicted over measured, less 1, by today's code: (times, peaks) of recorded rows, or of what others published."""
+    """(time errors, memory errors) of the current code's predictions, for recorded rows or published measurements.
+
+    An error is predicted over measured, minus 1."""
     if kind != "recorded":
         return [published_steps.error(case) for case in published_steps.CASES
                 if (case.group == published_steps.MEGATRON) == (kind == "megatron")], []
@@ -180,7 +182,7 @@ def today(kind: str) -> tuple[list[float], list[float]]:
 
 
 def errors(file: str, gpus: str = "") -> tuple[list[float], list[float]]:
-    """The same as it was predicted before it was measured; peaks are of all steps, the first included."""
+    """(time errors, memory errors) of predictions recorded before the measurement. Memory peaks include the first step."""
     if file in ("recorded", "megatron", "others"):
         return today(file)
     rows = [row for row in load(file)["rows"] if "ms" in row and row["name"].startswith(gpus)]
@@ -191,17 +193,17 @@ def errors(file: str, gpus: str = "") -> tuple[list[float], list[float]]:
 # ---- kinds of columns ----
 
 def at(header: str, form: str, file: str, label: str, field: str, **where: Any) -> Column:
-    """Recorded numbers; a row's words stand in for {0}, {1}, ... of the file's name and the label."""
+    """A column of recorded numbers. The row's words replace {0}, {1}, ... in file name and label."""
     return Column(header, form, lambda *words: value(file.format(*words), label.format(*words), field, **where))
 
 
 def fed(header: str, form: str, of: Callable[..., Any], *more: Any) -> Column:
-    """Numbers that a function makes of a row's words and these."""
+    """A column whose function takes the row's words and `more`."""
     return Column(header, form, lambda *words: of(*words, *more))
 
 
 def beside(gpus: int, field: str, form: str) -> list[Column]:
-    """Ours, PyTorch's, of rows that say a file, our case, theirs, and what else their rows have."""
+    """Two columns, the course's number and PyTorch's. Row: file, our case, their case, other fields of the row."""
     def of(which: int) -> Callable[..., Any]:
         return lambda file, *cases: value(file, cases[which], field, gpus=gpus, **cases[2])
 
@@ -209,18 +211,18 @@ def beside(gpus: int, field: str, form: str) -> list[Column]:
 
 
 def share(gpus: int) -> Column:
-    """Our time over PyTorch's, of the same rows."""
+    """The course's time over PyTorch's, for the rows of `beside`."""
     ours, theirs = beside(gpus, "ms", "")
     return Column(f"{gpus} GPUs: ours / PyTorch's", ".0%", lambda *words: ours.of(*words) / theirs.of(*words))
 
 
 def grid(header: str, theirs: Sequence[str], ours: Sequence[str] = ()) -> Column:
-    """Our layers' share of the time of megatron-core's; a row says which GPUs, and which of ours if the column does not."""
+    """The range of our layers' times over megatron-core's. A row gives the GPUs, and `ours` unless the column does."""
     return Column(header, "", lambda gpus, chosen: span(layers(gpus, ours or chosen, theirs)))
 
 
 def off(header: str, which: int, how: Callable[[list[float]], float]) -> Column:
-    """How far off the times (0) or the peaks (1) of a row's predictions are, without their sign."""
+    """A summary of the absolute errors of a row's predicted times (which=0) or peaks (1). how: median or max."""
     def of(*words: str) -> float | None:
         found = [abs(error) for error in errors(*words)[which]]
         return how(found) if found else None
@@ -228,7 +230,7 @@ def off(header: str, which: int, how: Callable[[list[float]], float]) -> Column:
 
 
 def shown(which: int) -> Callable[..., str]:
-    """A number of README's table; its rows say file, our case, theirs, field, format, what else the rows have, a name."""
+    """A number of README's table. Row: file, our case, their case, field, format, other fields of the row, name."""
     def of(file: str, ours: str, theirs: str, field: str, form: str, where: dict[str, Any], _: str) -> str:
         number = value(file, (ours, theirs)[which], field, **where)
         return format(number / 1e3 if field == "tokens_per_s" else number, form)

@@ -1,1 +1,1 @@
-"""Latents with their classes: shards, and what makes them."""
+"""Latents with class labels: shards, and the commands that make them."""

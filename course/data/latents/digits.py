@@ -1,4 +1,4 @@
-"""`course data digits`: the handwritten digits that come with scikit-learn, as shards (`shards.py`). Pixels are the latents."""
+"""`course data digits`: scikit-learn's handwritten digits as shards (`shards.py`). The pixels serve as latents."""
 
 import math
 from pathlib import Path
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from course.data.latents.packing import plan_shards, write_shards
 from course.utils.errors import CourseError
 
-LARGEST = 2**34                                     # bytes of the digits, made in memory
+LARGEST = 2**34                                     # bytes: the digits are made in memory
 
 
 def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int = 6) -> dict[str, Any]:
-    """The 1797 handwritten digits of scikit-learn, 8x8 points from -1 to 1: each `valid`th is for validation.
+    """Write scikit-learn's 1797 handwritten digits, 8x8 pixels from -1 to 1, as shards; every `valid`th is for validation.
 
-    latent: channels, height and width of larger ones, such as those that models of ImageNet's latents take (`enlarged`).
+    latent: (channels, height, width) to enlarge them to (`enlarged`), such as the shape of ImageNet latents.
     """
     try:
         from sklearn.datasets import load_digits
@@ -35,7 +35,10 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:
-    """Pictures (N, 1, h, w) made larger, bicubic, with each block of points laid out as channels: (N, C, H, W)."""
+    """Enlarge pictures (N, 1, h, w) bicubically and unshuffle blocks of pixels to channels: (N, C, H, W).
+
+    Raises `CourseError` if C is not a square, or if the result exceeds `LARGEST`.
+    """
     block = math.isqrt(max(0, latent[0]))
     if block**2 != latent[0] or min(latent) < 1:
         raise CourseError(f"digits of {list(latent)} cannot be made: the channels of a point are a square of points, so their "

@@ -1,4 +1,4 @@
-"""`course data latents`: packs class folders, of latents in .npy or .pt or of pictures for a VAE, into shards (`shards.py`)."""
+"""`course data latents`: pack class folders into shards (`shards.py`): .npy or .pt latents, or pictures for a VAE."""
 
 import json
 import math
@@ -23,13 +23,13 @@ from course.resilience.folder_lock import only_maker
 from course.utils.atomic_files import atomic, os_error_cure, read_text
 from course.utils.errors import CourseError
 
-SD_SCALE = 0.18215                                  # Stable Diffusion's VAE: times this, its latents are about 1 in size
+SD_SCALE = 0.18215                                  # scales the latents of Stable Diffusion's VAE to a std of about 1
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard to be written: its name under the data folder, its files, their labels, and what all this was made of."""
+    """A planned shard: its name in the data folder, its input files, their labels, and a hash of the files and settings."""
 
     name: str
     files: list[Path]
@@ -37,17 +37,17 @@ class Shard:
     made_of: str
 
 
-Read = Callable[[list[Path]], Iterator[np.ndarray | str]]      # of each file a latent (C, H, W), or why there is none
+Read = Callable[[list[Path]], Iterator[np.ndarray | str]]      # for each file a latent (C, H, W), or the reason for none
 
 
 def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, samples: int = 4096,
          vae: str = "", pixels: int = 256) -> dict[str, Any]:
-    """Write the shards of a folder of class folders; goes on where it was interrupted. Returns what latents.json holds.
+    """Write the shards for a folder of class folders; an interrupted run resumes. Returns the content of latents.json.
 
-    scale: what latents are multiplied with, so that they are about 1 in size; None: the VAE's. valid: every valid-th sample is
-    for validation; 0: none. samples: in a shard. vae: name or folder of the autoencoder for pictures, of `pixels` on a side.
+    scale: factor that brings latents to a standard deviation of about 1; None: the VAE's. valid: every valid-th sample is for
+    validation; 0: none. samples: per shard. vae: name or folder of the autoencoder for pictures of `pixels` x `pixels`.
 
-    Damaged files are left out, and named in `out/damaged.txt`. Raises `CourseError` where nothing can be made.
+    Damaged files are left out and listed in `out/damaged.txt`. Raises `CourseError` if no data set can be made.
     """
     if scale is not None and not 0 < scale < math.inf:
         raise CourseError(f"--scale {scale:g}: latents are multiplied with it, so it is more than 0; leave it out for the "
@@ -69,7 +69,7 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
 
 def write_shards(out: Path, shards: list[Shard], folder: Path, shape: tuple[int, ...], scale: float, read: Read, names: list[str],
           shift: float = 0.0) -> dict[str, Any]:
-    """Write the shards that are not there yet, and what says that all are."""
+    """Write the missing shards, then latents.json, which marks the data set as complete."""
     with only_maker(out):
         refuse_foreign_shards(out, shards)
         for shard in shards:
@@ -82,14 +82,14 @@ def write_shards(out: Path, shards: list[Shard], folder: Path, shape: tuple[int,
 LOOKS = ("a folder should hold one folder a class (0000, 0001 ..., or names), or features and labels in two folders of files of "
          "the same names, such as imagenet256_features/0.npy and imagenet256_labels/0.npy")
 LEFT_BY_SYSTEMS = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
-MOST_CLASSES = 1_000_000                            # a larger number is a date, say
+MOST_CLASSES = 1_000_000                            # a larger number is probably a date
 
 
 def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list[int], list[str]]:
-    """(files, their labels, names of the classes). Folders 0000, 0001 ... have these numbers, others are numbered by name.
+    """(files, labels, class names). Folders 0000, 0001 ... are the labels; other folders are numbered in order of their names.
 
-    A folder without such files is no class: those that systems leave, such as `__MACOSX`, would number the others anew. Labels
-    may also come from a second folder, or from a `dataset.json` as EDM and REPA have it. Raises `CourseError` for other things.
+    A folder without such files is no class: a system's own folder, such as `__MACOSX`, would shift the labels. Labels may also
+    come from a second folder, or from a `dataset.json` as in EDM and REPA. Raises `CourseError` for any other content.
     """
     found = {path: files for path in sorted(folder.glob("[!.]*")) if path.is_dir() and (files := class_files(path, endings))}
     if (folder / "dataset.json").is_file():
@@ -110,7 +110,7 @@ def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list
 
 
 def class_files(path: Path, endings: tuple[str, ...]) -> list[Path]:
-    """The files of a class folder with these endings, by name; `CourseError` for a folder that may not be read."""
+    """The files of a class folder with these endings, sorted. Raises `CourseError` if the folder cannot be read."""
     if path.name in LEFT_BY_SYSTEMS:
         return []
     try:
@@ -122,7 +122,7 @@ def class_files(path: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def check_classes(folder: Path, classes: list[Path]) -> None:
-    """Raise `CourseError` for folders that cannot be classes: numbers among names, a number twice, features alone."""
+    """Raise `CourseError` for folders that cannot be classes: repeated or huge numbers, numbers and names, features alone."""
     numbers = {int(path.name) for path in classes if path.name.isdecimal()}
     if numbers and (len(numbers) < len(classes) or max(numbers) > MOST_CLASSES):
         some = ", ".join(path.name for path in classes[:8])
@@ -133,7 +133,7 @@ def check_classes(folder: Path, classes: list[Path]) -> None:
 
 
 def features_and_labels(folders: list[Path]) -> tuple[Path, Path] | None:
-    """(features, labels) if these are what the two folders hold by their names, as fast-DiT and SiT cache latents."""
+    """(features, labels) if there are two folders and one is named for labels, as in latent caches of fast-DiT and SiT."""
     labels = [path for path in folders if "label" in path.name.lower()]
     if len(folders) != 2 or len(labels) != 1:
         return None
@@ -142,7 +142,7 @@ def features_and_labels(folders: list[Path]) -> tuple[Path, Path] | None:
 
 def paired_labels(files: list[Path], labels: dict[str, Path], features: Path, folder: Path) -> tuple[list[Path], list[int],
                                                                                                      list[str]]:
-    """What `find_files` returns, of files whose labels lie in files of the same names."""
+    """The result of `find_files` where a file of the same name in `folder` holds each label."""
     for file in files:
         if file.stem not in labels:
             raise CourseError(f"{file} has no label in {folder}: {LOOKS}")
@@ -156,19 +156,19 @@ def paired_labels(files: list[Path], labels: dict[str, Path], features: Path, fo
 
 
 def read_label(file: Path) -> int:
-    """The class in a file of one number. Raises `CourseError` for what is none."""
+    """Read the label from a file with one number. Raises `CourseError` if it holds anything else."""
     try:
         found = np.load(file, allow_pickle=False) if file.suffix.lower() == ".npy" else torch.load(file, weights_only=True)
         label = int(np.asarray(found).reshape(-1)[0]) if np.asarray(found).size == 1 else -1
         if not 0 <= label <= MOST_CLASSES or label != np.asarray(found).reshape(-1)[0]:
             raise ValueError("it holds no class, one whole number from 0 on")
-    except Exception as error:                      # the libraries raise whatever the bytes suggest
+    except Exception as error:                      # np.load and torch.load may raise anything
         raise CourseError(f"{file} cannot be read as a label ({first_line(error)}): {LOOKS}") from error
     return label
 
 
 def listed_labels(folder: Path) -> tuple[list[Path], list[int], list[str]]:
-    """What `find_files` returns, where a `dataset.json` says the label of each file: {"labels": [["00000/a.npy", 5], ...]}."""
+    """The result of `find_files` where `dataset.json` lists each file's label: {"labels": [["00000/a.npy", 5], ...]}."""
     try:
         labels = {str(name): int(label) for name, label in json.loads(read_text(folder / "dataset.json"))["labels"]}
         if not labels or not 0 <= min(labels.values()) <= max(labels.values()) <= MOST_CLASSES:
@@ -185,7 +185,7 @@ def listed_labels(folder: Path) -> tuple[list[Path], list[int], list[str]]:
 
 
 def plan_shards(folder: Path, files: list[Path], labels: list[int], how: str, valid: int, samples: int) -> list[Shard]:
-    """Which file goes where: a function of the listing alone."""
+    """Assign files to shards: a pure function of the listing."""
     shards = []
     for split in SPLITS:
         mine = [i for i in range(len(files)) if (valid > 0 and i % valid == valid - 1) == (split == "valid")]
@@ -198,7 +198,7 @@ def plan_shards(folder: Path, files: list[Path], labels: list[int], how: str, va
 
 
 def refuse_foreign_shards(out: Path, shards: list[Shard]) -> None:
-    """Raise `CourseError` if there are shards of other data, or of the same packed otherwise."""
+    """Raise `CourseError` if `out` holds shards of other files or settings."""
     planned = {shard.name: shard.made_of for shard in shards}
     for file in (file for split in SPLITS for file in sorted((out / split).glob("*.h5"))):
         if is_done(file) != planned.get(f"{file.parent.name}/{file.name}"):
@@ -207,7 +207,7 @@ def refuse_foreign_shards(out: Path, shards: list[Shard]) -> None:
 
 
 def is_done(file: Path) -> str:
-    """What a shard was made of; empty if it is not there, or damaged."""
+    """The hash of the files and settings that a shard was made of; "" if it is missing or damaged."""
     try:
         with open_data_file(file) as shard:
             return str(shard.attrs["made_of"])
@@ -216,7 +216,7 @@ def is_done(file: Path) -> str:
 
 
 def first_shape(files: list[Path], read: Read) -> tuple[int, ...]:
-    """The shape of the first latent that can be read, which all must have."""
+    """The shape of the first readable latent; all must have it. Raises `CourseError` if the first 100 files are unusable."""
     reasons = []
     for file in files:
         found = next(read([file]))
@@ -230,7 +230,7 @@ def first_shape(files: list[Path], read: Read) -> tuple[int, ...]:
 
 
 def write_shard(path: Path, shard: Shard, folder: Path, shape: tuple[int, ...], scale: float, read: Read) -> None:
-    """Read, scale and write one shard, with the names of the files that it could not take."""
+    """Read, scale and write one shard, with a list of the unusable files and the reasons."""
     latents, labels, damaged = [], [], []
     for file, label, found in zip(shard.files, shard.labels, read(shard.files), strict=True):
         if isinstance(found, str) or found.shape != shape:
@@ -251,20 +251,20 @@ def write_shard(path: Path, shard: Shard, folder: Path, shape: tuple[int, ...], 
 
 
 def scale_latent(latent: np.ndarray, scale: float) -> np.ndarray:
-    """A latent, scaled, in float32; infinite where that is too large for it."""
+    """Scale a latent to float32; values that overflow become infinite."""
     with np.errstate(over="ignore"):
         return (latent * np.float32(scale)).astype(np.float32)
 
 
 def write_summary(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float, names: list[str], shift: float = 0.0
            ) -> dict[str, Any]:
-    """Write latents.json and damaged.txt of all shards; say what there is. shift: what a VAE's were less, before the scale."""
+    """Write latents.json and damaged.txt for all shards, and print a summary. shift: subtracted before the scale (by a VAE)."""
     counts, damaged, some = {}, [], []
     for shard in shards:
         with open_data_file(out / shard.name) as held:
             counts[shard.name] = len(held["labels"])
             damaged += [text.decode() for text in held["damaged"][:]]
-            some.append(held["latents"][:16])        # of many classes
+            some.append(held["latents"][:16])        # a few of every shard
     size = float(np.concatenate(some).std())
     made = {"latent": list(shape), "classes": len(names), "scale": scale, "shift": shift, "names": names,
             "damaged": len(damaged), "std": size, "shards": {name: count for name, count in counts.items() if count}}
@@ -282,20 +282,20 @@ def write_summary(out: Path, shards: list[Shard], shape: tuple[int, ...], scale:
 
 
 def read_latents(files: list[Path]) -> Iterator[np.ndarray | str]:
-    """Latents from .npy and .pt files, in order; many at a time, since each waits for the disk."""
+    """Yield latents from .npy and .pt files in order; eight threads read, since each waits for the disk."""
     with ThreadPoolExecutor(8) as pool:
         yield from pool.map(read_latent, files)
 
 
 def read_latent(file: Path) -> np.ndarray | str:
-    """One latent, (C, H, W) float32, or why it cannot be used. Nothing is unpickled but tensors."""
+    """Read one latent, (C, H, W) float32, or return why it cannot be used. Only tensors are unpickled."""
     try:
         if file.suffix.lower() == ".npy":
             found = np.load(file, allow_pickle=False)
         else:
             tensor = torch.load(file, map_location="cpu", weights_only=True)
             found = tensor.detach().float().numpy() if torch.is_tensor(tensor) and not tensor.is_complex() else None
-    except Exception as error:                      # the libraries raise whatever the bytes suggest
+    except Exception as error:                      # np.load and torch.load may raise anything
         return f"cannot be read ({first_line(error) if file.suffix.lower() == '.npy' else torch_load_reason(error)})"
     if found is None or found.dtype.kind not in "fiu":
         return "holds no array of numbers"
@@ -307,7 +307,7 @@ def read_latent(file: Path) -> np.ndarray | str:
 
 
 def torch_load_reason(error: Exception) -> str:
-    """Why `torch.load` reads nothing, without its paragraphs."""
-    if "GLOBAL" in str(error):                       # what a pickle would import, and call
+    """Why `torch.load` failed, in one sentence."""
+    if "GLOBAL" in str(error):                       # a pickle opcode that imports an object
         return "it holds Python objects, which could run code, so nothing was: save the tensor alone, torch.save(tensor, file)"
     return "it is damaged, or torch.save did not write it"

@@ -1,10 +1,10 @@
-"""Latents with their classes: what a DiT learns from, in shards.
+"""Sharded latents with class labels: the training data of a DiT.
 
-    PATH/latents.json       shape, classes, scale and shift, how many samples each shard holds; written last, when all is there
-    PATH/train/00000.h5     `latents` float32 (N, C, H, W), about 1 in size, and `labels` int64 (N,)
-    PATH/valid/00000.h5     the same, to watch while training
+    PATH/latents.json       shape, classes, scale and shift, samples per shard; written last, so it marks a complete data set
+    PATH/train/00000.h5     `latents` float32 (N, C, H, W), standard deviation about 1, and `labels` int64 (N,)
+    PATH/valid/00000.h5     the same for validation
 
-`course data latents` (`packing.py`) and `course data digits` (`digits.py`) make this.
+`course data latents` (`packing.py`) and `course data digits` (`digits.py`) make it.
 """
 
 import json
@@ -24,14 +24,14 @@ from course.utils.atomic_files import os_error_cure, read_text
 from course.utils.errors import CourseError, does_not_exist
 
 SPLITS = ("train", "valid")
-SMALL, LOOKS = 1 << 23, 8                            # bytes of a shard of which all latents are looked at, else how many are
+SMALL, LOOKS = 1 << 23, 8                            # shards up to SMALL bytes are checked whole, others at about LOOKS latents
 MAKE = "make it with `course data latents` or `course data digits`"
 
 
 class Latents(Dataset[Batch]):
     """All samples of one split, numbered through its shards in order.
 
-    Shards are opened on first use, so in the worker that reads.
+    The worker that reads opens a shard on first use. Raises `CourseError` for data that does not fit the model, or is damaged.
     """
 
     def __init__(self, path: str, split: str, latent: tuple[int, int, int], classes: int, limit: int = 0):
@@ -56,14 +56,14 @@ class Latents(Dataset[Batch]):
         self._open: dict[int, h5py.File] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the shards itself."""
+        """Pickle without open files: a worker process opens the shards itself."""
         return vars(self) | {"_open": {}}
 
     def __len__(self) -> int:
         return int(self.size)
 
     def __getitems__(self, samples: list[int]) -> Batch:
-        """One whole batch: `latent` (B, C, H, W) float32, `label` and `sample` (B,) int64. Padding, sample -1, is zeros."""
+        """Read one batch: `latent` (B, C, H, W) float32, `label` and `sample` (B,) int64. Padding (sample -1) is zeros."""
         latent, label = np.zeros((len(samples), *self.shape), np.float32), np.zeros(len(samples), np.int64)
         for i, sample in enumerate(samples):
             if sample >= 0:
@@ -72,7 +72,7 @@ class Latents(Dataset[Batch]):
         return {"latent": torch.from_numpy(latent), "label": torch.from_numpy(label), "sample": torch.tensor(samples)}
 
     def _read(self, number: int, entry: int, into: np.ndarray) -> int:
-        """Read a latent; its label."""
+        """Read a latent into `into`; return its label. Raises `CourseError` if it is unreadable or all zeros."""
         with entry_errors(self.files[number], entry):
             if number not in self._open:
                 self._open[number] = open_hdf5(self.files[number])
@@ -86,7 +86,7 @@ class Latents(Dataset[Batch]):
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """latents.json, which is there when all shards are."""
+    """Read latents.json, which exists once all shards do. Raises `CourseError` if it is missing or damaged."""
     try:
         made = json.loads(read_text(path / "latents.json"))
         if not is_valid_summary(made):
@@ -103,7 +103,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def is_valid_summary(made: dict[str, Any]) -> bool:
-    """Whether a latents.json can be what was written. Where values are of the wrong type it may raise what Python does."""
+    """Whether the content of latents.json is plausible. May raise Python's own errors for values of the wrong type."""
     counts, shards = [*made["latent"], made["classes"], *made["shards"].values()], [Path(name) for name in made["shards"]]
     return (len(made["latent"]) == 3 and all(type(count) is int and 0 < count < 2**62 for count in counts)
             and math.isfinite(made["scale"]) and math.isfinite(made.get("shift", 0.0))
@@ -111,18 +111,18 @@ def is_valid_summary(made: dict[str, Any]) -> bool:
 
 
 def unwritten_latent(file: Path, entry: int) -> CourseError:
-    """What to say of a latent of zeros."""
+    """The error for a latent of zeros."""
     return CourseError(f"{file}: the latent of entry {entry} is nothing but zeros: it was never written; {MAKE_AGAIN}")
 
 
 def check_shard(file: Path, shape: tuple[int, ...], classes: float = math.inf) -> None:
-    """Raise `CourseError` unless a shard is whole, of latents of this shape, (N, C, H, W), with labels of so many classes."""
+    """Raise `CourseError` unless a shard is complete, has latents of `shape` (N, C, H, W), and labels below `classes`."""
     cure = f"move it away, and {MAKE} again"
     with open_data_file(file) as shard:
         found = shard["latents"].shape, shard["labels"].shape
         if found != (shape, shape[:1]):
             raise CourseError(f"{file} holds latents {found[0]} and labels {found[1]}, not {shape}: {cure}")
-        shard["latents"][-1, -1, -1, -1]             # the last bytes are there
+        shard["latents"][-1, -1, -1, -1]             # fails if the file is truncated
         few = range(shape[0]) if 4 * math.prod(shape) <= SMALL else range(0, shape[0], max(1, shape[0] // LOOKS))
         zeros = next((i for i in few if not shard["latents"][i].any()), None)
         if zeros is not None:

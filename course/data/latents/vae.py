@@ -1,4 +1,4 @@
-"""A VAE, from `diffusers`: turns pictures into latents, for `course data latents --vae`, and is loaded to draw them again."""
+"""A VAE from `diffusers`: encodes pictures to latents for `course data latents --vae`, and is loaded to decode samples."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,26 +14,26 @@ from course.utils.errors import CourseError
 
 
 def load_vae(vae: str) -> Any:
-    """The autoencoder of that name or in that folder: `diffusers`' AutoencoderKL."""
+    """Load `diffusers`' AutoencoderKL by name or from a folder. Raises `CourseError` if that fails."""
     try:
-        from diffusers import AutoencoderKL  # big, and needed for this alone
+        from diffusers import AutoencoderKL  # large, and only needed here
     except ImportError as error:
         raise CourseError("a VAE (--vae) needs the package diffusers: pip install diffusers, or work with latents, "
                           "without --vae") from error
     try:
         return AutoencoderKL.from_pretrained(vae).eval()
-    except Exception as error:                      # whatever its download or files lead to
+    except Exception as error:                      # a download or a file may fail in any way
         raise CourseError(f"the VAE {vae} cannot be loaded ({first_line(error)}): give the folder of one, or a name such as "
                           "stabilityai/sd-vae-ft-ema") from error
 
 
 def scale_and_shift(vae: Any) -> tuple[float, float]:
-    """(scale, shift): a VAE's latents less the shift, times the scale, are about 1 in size. Most have no shift."""
+    """(scale, shift): (latent - shift) · scale has a standard deviation of about 1. Most VAEs have no shift."""
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
 
 
 class PictureEncoder:
-    """A VAE that turns pictures into latents."""
+    """Encodes pictures to latents with a VAE."""
 
     BATCH = 16
 
@@ -45,7 +45,7 @@ class PictureEncoder:
 
     @torch.no_grad()
     def read(self, files: list[Path]) -> Iterator[np.ndarray | str]:
-        """A latent of each picture: a draw from what the VAE says of it, the same in every run."""
+        """Yield a latent for each picture, or why it cannot be read: a sample of the VAE's posterior, the same in every run."""
         with ThreadPoolExecutor(8) as pool:
             for start in range(0, len(files), self.BATCH):
                 part = files[start:start + self.BATCH]
@@ -55,7 +55,7 @@ class PictureEncoder:
                 yield from (x if isinstance(x, str) else next(latents) for x in found)
 
     def encode(self, files: tuple[Path, ...], pictures: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Latents (N, C, H, W), not yet scaled; each picture's noise is a function of its class and name."""
+        """Encode pictures to latents (N, C, H, W), not yet scaled; a picture's class and name determine its noise."""
         said = self.model.encode(torch.from_numpy(np.stack(pictures)).to(self.device)).latent_dist
         value = torch.arange(said.mean[0].numel(), device=self.device)
         keys = [random.key("vae", file.parent.name, file.name) for file in files]
@@ -64,13 +64,13 @@ class PictureEncoder:
 
 
 def read_picture(file: Path, pixels: int) -> np.ndarray | str:
-    """The middle square of a picture, (3, pixels, pixels) float32 from -1 to 1, or why it cannot be read."""
-    from PIL import Image  # with matplotlib
+    """The center square of a picture, (3, pixels, pixels) float32 from -1 to 1, or why it cannot be read."""
+    from PIL import Image  # installed with matplotlib
 
     try:
         with Image.open(file) as opened:
             picture = opened.convert("RGB")
-    except Exception as error:                      # the library raises whatever the bytes suggest
+    except Exception as error:                      # Pillow may raise anything for damaged files
         return f"cannot be read ({first_line(error)})"
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2

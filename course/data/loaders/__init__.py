@@ -1,1 +1,1 @@
-"""What reads batches: native, threads, DALI."""
+"""The data loaders: native, threads, DALI."""

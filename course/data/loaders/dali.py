@@ -1,9 +1,9 @@
-"""The DALI loaders: NVIDIA's pipelines of operators, the same code with and without a GPU.
+"""The DALI loaders: NVIDIA's operator pipelines, with the same code on CPU and GPU.
 
-`loader` reads HDF5 in worker processes (a parallel external source); `numpy_loader` reads a variant of the layout, one .npy
-file a state (`numpy_files.py`), with threads of DALI's own. A batch of B pairs is 2 B states to them: inputs, then targets.
-They are normalised where the model is, by arithmetic operators: DALI's `normalize` multiplies by a reciprocal, whose bits
-would differ from the other loaders'.
+`loader` reads HDF5 in worker processes (a parallel external source). `numpy_loader` reads one .npy file per state
+(`numpy_files.py`) with DALI's own threads. To DALI, a batch of B pairs is 2 B states: inputs, then targets. Arithmetic
+operators normalize them on the model's device. DALI's `normalize` multiplies by a reciprocal, so its bits would differ from
+the other loaders'.
 """
 
 import os
@@ -29,16 +29,16 @@ from course.utils.machine import short_sockets
 if TYPE_CHECKING:
     from course.data import Ids
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)          # what asks a run to stop
-SEGMENT = 1 << 14                                    # about so many files are given to one pipeline of `numpy_loader`
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)          # signals that ask a run to stop
+SEGMENT = 1 << 14                                    # about how many files one pipeline of `numpy_loader` reads
 
 
 def loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.device) -> Generator[Batch, None, None]:
-    """The batches of the given sample ids, on the device; `workers` processes read them, `ahead` batches before their turn.
+    """Yield the batches of the given sample ids on the device; `workers` processes read up to `ahead` batches in advance.
 
-    The processes are spawned: forks of a process that has threads or uses CUDA are not to be relied on. What cannot be
-    read raises `CourseError`, up to `ahead` batches early. Closing the generator ends the processes. One that is killed in a
-    moment in which it holds the lock of DALI's queue leaves the trainer waiting: DALI sets no limit to that.
+    The processes are spawned: forking a process that has threads or uses CUDA is unsafe. Unreadable data raises `CourseError`,
+    up to `ahead` batches early. Closing the generator ends the processes. If a worker is killed while it holds the lock of
+    DALI's queue, the trainer waits forever: DALI has no timeout there.
     """
     short_sockets()
     return run_pipeline(partial(hdf5_pipeline, pairs, ids, workers, ahead, device), ids(), device)
@@ -59,10 +59,10 @@ def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: to
 
 
 def numpy_loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.device) -> Generator[Batch, None, None]:
-    """As `loader`, from .npy files, which `workers` threads read; no processes.
+    """Like `loader`, but `workers` threads read .npy files, without processes.
 
-    DALI's reader takes its files in the order in which it is given them, again and again; it cannot be told of more while it
-    runs. So each pipeline is given the files of the next few hundred batches, and when it has read them another is built.
+    DALI's reader cycles through a fixed list of files. So each pipeline gets the files of the next batches, about `SEGMENT`
+    files in all. When it has read them, a new pipeline is built.
     """
     numpy_files.check(pairs)
     batches = ids()
@@ -71,7 +71,7 @@ def numpy_loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: tor
 
 
 def numpy_pipeline(pairs: Pairs, segment: list[list[int]], workers: int, ahead: int, device: torch.device) -> Any:
-    """The pipeline that `numpy_loader` reads these batches with."""
+    """Build the pipeline that reads one segment of batches for `numpy_loader`."""
     pipe = pipeline(len(segment[0]), workers, ahead, device)
     from nvidia.dali import fn
 
@@ -84,13 +84,13 @@ def numpy_pipeline(pairs: Pairs, segment: list[list[int]], workers: int, ahead: 
 
 
 def next_segment(batches: Iterator[list[int]]) -> list[list[int]]:
-    """The sample ids of as many batches as one pipeline is given; none at the end."""
+    """The sample ids of the batches for one pipeline; empty at the end."""
     first = list(islice(batches, 1))
     return first + list(islice(batches, SEGMENT // (2 * len(first[0])))) if first else []
 
 
 def pipeline(pairs: int, threads: int, ahead: int, device: torch.device, **more: Any) -> Any:
-    """An empty pipeline for batches of so many pairs."""
+    """An empty DALI pipeline for batches of `pairs` pairs. Raises `CourseError` if DALI is not installed."""
     try:
         from nvidia.dali import Pipeline
     except ImportError as error:
@@ -100,7 +100,7 @@ def pipeline(pairs: int, threads: int, ahead: int, device: torch.device, **more:
 
 
 def normalised(states: Any, pairs: Pairs, device: torch.device) -> Any:
-    """In a pipeline: the states on the device, minus the mean, divided by the standard deviation."""
+    """Inside a pipeline definition: move the states to the device, subtract the mean, divide by the standard deviation."""
     from nvidia.dali import types
 
     place = "gpu" if device.type == "cuda" else "cpu"
@@ -109,7 +109,7 @@ def normalised(states: Any, pairs: Pairs, device: torch.device) -> Any:
 
 
 def run_pipeline(build: Callable[[], Any], batches: Iterable[list[int]], device: torch.device) -> Generator[Batch, None, None]:
-    """The batches of a new pipeline, whose sample ids these are; each in memory that DALI gives away with it."""
+    """Build a pipeline and yield its batches, which have the given sample ids. Each batch owns its memory."""
     pipe = build()
     try:
         for samples in batches:
@@ -120,12 +120,12 @@ def run_pipeline(build: Callable[[], Any], batches: Iterable[list[int]], device:
                     both[[i, half + i]] = 0
             yield {"input": both[:half], "target": both[half:], "sample": sample_ids(samples, device)}
     finally:
-        del pipe                                     # the last to hold it, also where this frame is kept by a traceback: its
+        del pipe                                     # the last reference, even if a traceback keeps this frame: its
                                                      # processes end now
 
 
 def states_of(pipe: Any, device: torch.device) -> Tensor:
-    """What the pipeline has ready, for the stream that the caller computes on."""
+    """The pipeline's next states, ready on the caller's current stream. Raises `CourseError` with a cure where one is known."""
     try:
         return torch.from_dlpack(pipe.run(torch.cuda.current_stream(device) if device.type == "cuda" else None)[0].as_tensor())
     except Exception as error:
@@ -134,11 +134,11 @@ def states_of(pipe: Any, device: torch.device) -> Tensor:
             raise
     finally:
         del pipe
-    raise CourseError(wrong)                         # here, with no other error as its context, which would keep the pipeline
+    raise CourseError(wrong)                         # outside `except`: a chained error would keep the pipeline alive
 
 
 def error_message(error: Exception) -> str:
-    """What a user can mend, in DALI's account of an error; nothing if there is no such thing in it."""
+    """The part of a DALI error message that a user can act on; "" if there is none."""
     text = str(error)
     _, mark, told = text.rpartition("course.utils.errors.CourseError: ")       # the end of a worker's traceback
     if mark:
@@ -149,9 +149,9 @@ def error_message(error: Exception) -> str:
 
 
 class Source:
-    """What a worker process runs: it reads the states that DALI asks for by number (which batch, which of it).
+    """The external source in a worker process: reads the state that DALI requests by batch number and index in the batch.
 
-    Each worker begins the sample ids itself and follows them: which sample is when is for `order` alone to say.
+    Each worker iterates over the sample ids itself, so `order` alone determines them.
     """
 
     def __init__(self, pairs: Pairs, ids: "Ids"):
@@ -160,26 +160,26 @@ class Source:
         self.number, self.samples = -1, list[int]()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, so at home in a worker."""
+        """Start the watcher thread: unpickling happens in a worker."""
         vars(self).update(state)
         threading.Thread(target=exit_with_trainer, args=[os.getppid()], daemon=True).start()
 
     def __call__(self, asked: Any) -> np.ndarray:
-        """One state, not normalised; `asked` is DALI's SampleInfo."""
+        """Read one state, not normalized; `asked` is DALI's SampleInfo."""
         if self.batches is None:
             self.batches, self.states = self.ids(), StateReader(self.pairs)
-        while self.number < asked.iteration:         # its StopIteration tells DALI of the end
+        while self.number < asked.iteration:         # StopIteration tells DALI that the data ends
             self.samples = next(self.batches)
             self.number += 1
         target, i = divmod(asked.idx_in_batch, len(self.samples))
-        return self.states.read(max(self.samples[i], 0), target * self.pairs.lead)   # padding: any state, made zero later
+        return self.states.read(max(self.samples[i], 0), target * self.pairs.lead)   # padding: any state, zeroed later
 
 
 def exit_with_trainer(trainer: int) -> None:
-    """End this process when the trainer asks for it, and within a second if it is gone.
+    """End this process when the trainer sends SIGTERM, and within a second after the trainer exits.
 
-    Other signals are for the trainer: a batch system sends them to every process of a job, and workers must live until
-    the run is saved.
+    Signals from others are ignored: a batch system sends them to every process of a job, but workers must live until the run
+    is saved.
     """
     while os.getppid() == trainer:
         heard = signal.sigtimedwait(STOPS, 1.0)
@@ -190,8 +190,8 @@ def exit_with_trainer(trainer: int) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Inside the block signals wait; processes that are started there never get them, but may ask for them."""
-    resource_tracker.ensure_running()                # it would let signals through when it starts
+    """Block the stop signals inside the block. Processes started there inherit the mask and can only poll for the signals."""
+    resource_tracker.ensure_running()                # starting it later would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield

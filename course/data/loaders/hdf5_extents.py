@@ -1,7 +1,7 @@
-"""Where the bytes of a state lie in its HDF5 file, so that several threads can read at once: HDF5 reads one at a time.
+"""Find a state's byte offsets in its HDF5 file, so that several threads can read at once: the HDF5 library serializes reads.
 
-Contiguous and chunked data is read by its offsets; what HDF5 has to work on (compressed, virtual, in other files, never
-written) is read by HDF5. Nothing is cropped: `layout` asks for files of exactly the grid that the model sees.
+Contiguous and chunked data is read by offset. HDF5 itself reads filtered, virtual, external and unallocated data. Nothing is
+cropped: `layout` requires files with exactly the model's grid.
 """
 
 import os
@@ -17,21 +17,22 @@ from course.data.hdf5_storage import check_size, first_line
 from course.data.weather.pairs import RESTORE, Pairs, entry_errors, open_fields, unreadable_entry
 from course.utils.atomic_files import os_error_cure
 
-Read = Callable[[], None]                        # does one part of the reading, in whichever thread calls it
+Read = Callable[[], None]                        # does one part of the reading, in the calling thread
 BYTES = 4                                        # of a float32
 
 
 class StateReader:
-    """The states of a data set as they stand in its files, not normalised, read into memory that the caller gives."""
+    """Reads a data set's states, not normalized, into memory that the caller provides."""
 
     def __init__(self, pairs: Pairs):
         self.pairs = pairs
         self._open: dict[int, StateFile] = {}
 
     def reads(self, sample: int, ahead: int, into: np.ndarray, piece: int) -> Iterator[Read]:
-        """What together fills `into`, (C, H, W) float32, with a state, in any order; a read is of about `piece` bytes at most.
+        """Yield reads that together fill `into`, (C, H, W) float32, with one state; each reads about `piece` bytes at most.
 
-        Takes one thread; the reads may be done by others. They raise `CourseError` if the file is not what it was.
+        One thread at a time may call this; any threads may run the reads, in any order. They raise `CourseError` if the file
+        cannot be read or has been truncated.
         """
         number, entry = self.pairs.place(sample, ahead)
         if number not in self._open:
@@ -39,7 +40,7 @@ class StateReader:
         return self._open[number].reads(entry, into, piece)
 
     def read(self, sample: int, ahead: int = 0) -> np.ndarray:
-        """A state in memory of its own."""
+        """Read one state into new memory, (C, H, W) float32."""
         into = np.empty(self.pairs.shape, np.float32)
         for read in self.reads(sample, ahead, into, into.nbytes):
             read()
@@ -47,7 +48,7 @@ class StateReader:
         return into
 
     def close(self) -> None:
-        """Close the files; nobody may be reading."""
+        """Close the files; no read may be in progress."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -63,19 +64,19 @@ class StateFile:
         self.handle = os.open(path, os.O_RDONLY)
 
     def close(self) -> None:
-        """Close both ways into the file; nobody may be reading, and nothing can be read afterwards."""
+        """Close both file handles; no read may be in progress."""
         self.fields.file.close()
         os.close(self.handle)
 
     def reads(self, entry: int, into: np.ndarray, piece: int) -> Iterator[Read]:
-        """As `StateReader.reads`, of one entry of this file."""
+        """Like `StateReader.reads`, for one entry of this file."""
         if self.offsets is None:
             yield partial(self._ask_hdf5, entry, into)
             return
-        times, *block = self.chunk                       # one entry of a chunk is a block of (channel, latitude, longitude)
+        times, *block = self.chunk                       # each time in a chunk is a block (channel, latitude, longitude)
         for place in np.ndindex(self.offsets.shape[1:]):
             offset = int(self.offsets[(entry // times, *place)])
-            region = into[tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, block, strict=True))]     # cut at the edges
+            region = into[tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, block, strict=True))]     # smaller at edges
             if offset < 0:
                 yield partial(region.fill, self.fill)
                 continue
@@ -88,7 +89,7 @@ class StateFile:
                 yield partial(self._scatter, region, block, offset, entry)
 
     def _fill(self, view: memoryview, offset: int, entry: int) -> None:
-        """Read until the memory is full; other threads run meanwhile."""
+        """Read from `offset` until `view` is full; `preadv` releases the GIL."""
         while len(view):
             try:
                 count = os.preadv(self.handle, [view], offset)
@@ -99,7 +100,7 @@ class StateFile:
             view, offset = view[count:], offset + count
 
     def _scatter(self, region: np.ndarray, block: list[int], offset: int, entry: int) -> None:
-        """A block whose rows lie apart in the state, or which the file holds beyond the state's edge."""
+        """Read a block whose rows are not contiguous in the state, or that extends beyond the state's edge."""
         whole = np.empty(block, np.float32)
         self._fill(whole.reshape(-1).view(np.uint8).data, offset, entry)
         region[:] = whole[tuple(slice(0, n) for n in region.shape)]
@@ -111,17 +112,17 @@ class StateFile:
 
 
 def chunk_offsets(fields: h5py.Dataset) -> tuple[tuple[int, ...], np.ndarray | None]:
-    """The shape of the chunks, and where in the file each begins, in a grid of chunks: bytes, -1 if it was never written.
+    """(chunk shape, file offset of each chunk in bytes as a grid of chunks, -1 for a chunk that was never written).
 
-    Contiguous data is one chunk. The offsets are None for what only HDF5 can read.
+    Contiguous data is one chunk. The offsets are None where only HDF5 can read the data.
     """
     shape, chunk = fields.shape, fields.chunks or fields.shape
     if fields.is_virtual or fields.external or fields.id.get_create_plist().get_nfilters():
         return chunk, None
     if fields.chunks is None:
-        offset = fields.id.get_offset()                  # None: never written, or so small that it lies in the header
+        offset = fields.id.get_offset()                  # None: never written, or stored in the header
         return chunk, None if offset is None else np.full((1, 1, 1, 1), offset)
-    if not hasattr(fields.id, "chunk_iter"):             # HDF5 before 1.12.3 takes a second for each thousand chunks
+    if not hasattr(fields.id, "chunk_iter"):             # HDF5 < 1.12.3: a second per thousand chunks
         return chunk, None
     offsets = np.full([-(-n // c) for n, c in zip(shape, chunk, strict=True)], -1)
 

@@ -1,4 +1,4 @@
-"""The native loader: PyTorch's DataLoader over HDF5 or token files. Simple and honest, the baseline of the others."""
+"""The native loader: PyTorch's DataLoader over HDF5 or token files; the baseline for the other loaders."""
 
 import signal
 from collections.abc import Generator, Iterable
@@ -32,11 +32,11 @@ def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pi
 
 
 def _worker_failure(error: Exception) -> str:
-    """What a user can mend of what went wrong between the workers and this process; "" if it is something else."""
+    """An error message with a cure, if a worker process failed or could not hand over a batch; otherwise ""."""
     text = str(error)
     if isinstance(error, OSError | EOFError) or "Too many open files" in text:
         return f"the loader's workers could not hand over a batch ({first_line(error)}): {os_error_cure(error, MEMORY)}"
-    if "DataLoader worker (pid" not in text:         # one of the worker's own, which is passed on
+    if "DataLoader worker (pid" not in text:         # an exception that the worker raised: pass it on
         return ""
     if "Bus error" in text:
         return (f"a worker process of the loader ended ({first_line(error)}): shared memory (/dev/shm) is full, or a data file "
@@ -49,25 +49,25 @@ MEMORY = "make room there (in a container --shm-size=8g), or run with fewer data
 
 
 def _begin_worker(worker: int) -> None:
-    """Two things that a worker must know.
+    """Set up a worker: ignore the first SIGTERM, and report errors of the thread that hands over batches.
 
-    A batch system sends SIGTERM to every process of a job: workers must live until the run is saved. They heed the second: a
-    trainer that ends with workers left over terminates them twice. And what fails in the thread that hands over batches must
-    reach the trainer, which else waits for that batch: Python prints a traceback and goes on.
+    A batch system sends SIGTERM to every process of a job, but workers must live until the run is saved. The second SIGTERM
+    ends them: a trainer that exits with workers left terminates them twice. By default, an error in the hand-over thread only
+    prints a traceback, and the trainer waits forever for that batch.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-    Queue._on_queue_feeder_error = _pass_on          # type: ignore[attr-defined]  # meant to be replaced, says its comment
+    Queue._on_queue_feeder_error = _pass_on          # type: ignore[attr-defined]  # Python provides it for overriding
 
 
 def _pass_on(queue: Any, error: Exception, message: Any) -> None:
-    """Hand over, instead of a batch that could not be, why."""
+    """Hand over the reason in place of a batch that could not be handed over."""
     cure = "set TMPDIR to a folder of a shorter name" if "AF_UNIX" in str(error) else os_error_cure(error, MEMORY)
     told = CourseError(f"a worker process of the loader could not hand over a batch ({first_line(error)}): {cure}")
     queue.put((message[0], ExceptionWrapper((CourseError, told, None), "in a worker's hand-over")))
 
 
 def _into_shared_memory(batch: Any) -> Any:
-    """A worker's batch in memory that the trainer sees as well, here: later a full /dev/shm would be noticed by a thread."""
+    """Move a worker's batch to shared memory now, so that a full /dev/shm raises here and not in the hand-over thread."""
     if get_worker_info() is None:
         return batch
     try:

@@ -1,7 +1,7 @@
-"""A variant of the layout for DALI's NumPy reader: beside each data file a folder with one .npy file a state.
+"""A variant of the layout for DALI's NumPy reader: next to each data file, a folder with one .npy file per state.
 
-    PATH/train/1979.h5                 as in `data/weather/layout.py`; evaluation and the names of its axes need it
-    PATH/train/1979/00000.npy ...      its entries in order, float32 (channel, latitude, longitude), not normalised
+    PATH/train/1979.h5                 as in `data/weather/layout.py`; evaluation and the axis names need it
+    PATH/train/1979/00000.npy ...      its entries in order, float32 (channel, latitude, longitude), not normalized
 """
 
 import re
@@ -21,23 +21,23 @@ from course.utils.errors import CourseError
 
 
 def folder_of(year: Year) -> Path:
-    """Where the states of a data file lie."""
+    """The folder with the states of a data file."""
     return year.path.with_suffix("")
 
 
 def name_of(entry: int) -> str:
-    """The file of an entry."""
+    """The file name of an entry."""
     return f"{entry:05d}.npy"
 
 
 def state_file(pairs: Pairs, sample: int, ahead: int) -> str:
-    """The file of the state `ahead` entries after pair `sample` begins."""
+    """The file of the state `ahead` entries after the start of pair `sample`."""
     number, entry = pairs.place(sample, ahead)
     return str(folder_of(pairs.years[number]) / name_of(entry))
 
 
 def check(pairs: Pairs) -> None:
-    """Refuse a data set that has not been converted, or not wholly."""
+    """Raise `CourseError` for a data set that has not been converted completely."""
     for year in pairs.years:
         found = len(list(folder_of(year).glob("*.npy")))
         if found != year.shape[0]:
@@ -51,9 +51,9 @@ def check(pairs: Pairs) -> None:
 
 
 def convert(path: Path, say: Callable[[str], None] = print) -> None:
-    """Write the files of every data file of a data set; an interrupted conversion goes on where it stopped.
+    """Write the .npy files of every data file of a data set; an interrupted conversion resumes where it stopped.
 
-    Raises `CourseError` where a folder holds something else, and where the disk is full.
+    Raises `CourseError` if a folder holds other data, or if the disk is full.
     """
     years = [layout.inspect_year(file) for split in layout.SPLITS for file in sorted((path / split).glob("*.h5"))]
     if not years:
@@ -63,16 +63,16 @@ def convert(path: Path, say: Callable[[str], None] = print) -> None:
 
 
 def convert_year(year: Year) -> int:
-    """Write the states of one data file that are not there yet, and return how many that was."""
+    """Write the missing states of one data file; return how many were written."""
     with layout.open_data_file(year.path) as file:
-        if is_made(year, file["fields"]):          # then nothing is written there: a shared folder may be read-only
+        if is_made(year, file["fields"]):          # check before locking: a shared folder may be read-only
             return 0
         with only_maker(year.path.parents[1]):
             return 0 if is_made(year, file["fields"]) else write_states(folder_of(year), file["fields"], year)
 
 
 def is_made(year: Year, fields: h5py.Dataset) -> bool:
-    """Whether the folder of these states is there. Raises `CourseError` if it holds others."""
+    """Whether the folder with these states exists. Raises `CourseError` if it holds other states."""
     folder = folder_of(year)
     if folder.is_dir() and not (matches_data_file(folder, fields) and len(list(folder.glob("*.npy"))) == len(fields)):
         raise CourseError(f"{folder} does not hold the states of {year.path}: move it away and run again")
@@ -80,7 +80,7 @@ def is_made(year: Year, fields: h5py.Dataset) -> bool:
 
 
 def write_states(folder: Path, fields: h5py.Dataset, year: Year) -> int:
-    """Write the files that are not in the folder's part yet, which becomes the folder; how many that was. It looks at each."""
+    """Write the missing states to a temporary folder, check each, and rename the folder; return how many were written."""
     part, written = folder.with_name(f".{folder.name}.part"), 0
     plausible = PlausibleRanges.of(layout.channel_names(year), np.nanmedian(fields[0], (1, 2)))
     if not matches_data_file(part, fields):
@@ -100,13 +100,13 @@ def write_states(folder: Path, fields: h5py.Dataset, year: Year) -> int:
 
 
 def matches_data_file(folder: Path, fields: h5py.Dataset) -> bool:
-    """Whether the first and the last state in a folder are those of the data file; an empty one agrees."""
+    """Whether the first and the last state in a folder equal those of the data file; True for an empty folder."""
     files = sorted(folder.glob("*.npy"))
     return all(int(file.stem) < len(fields) and np.array_equal(layout.load_npy(file), fields[int(file.stem)], equal_nan=True)
                for file in files[:1] + files[-1:])
 
 
 def error_message(text: str) -> str:
-    """What to say where DALI's reader failed over a file; nothing if it failed otherwise."""
+    """An error message that names the file on which DALI's reader failed; "" if it failed for another reason."""
     named = re.search(r"encountered:\s+(?:Assert on .* failed: )?(.*\.npy.*)", text)
     return f"DALI: {named[1]}: restore the file and run again" if named else ""

@@ -1,8 +1,8 @@
-"""The threads loader: a pool of threads reads straight into pinned memory, the GPU copies and normalises beside its work.
+"""The threads loader: a thread pool reads directly into pinned memory; the GPU copies and normalizes on a separate stream.
 
-Reading bytes lets go of Python's lock, so threads do it in parallel, with no process to start and no copy from one to
-another. What is read lies in a ring of buffers in pinned memory, which the GPU can fetch by itself: a batch costs the host
-one read and no copy. On a CPU the same code runs, and a batch stays in the memory that it was read into.
+Reading bytes releases the GIL, so threads read in parallel, without processes to start or copies between them. The data goes
+to a ring of pinned buffers, from which the GPU fetches it by DMA: a batch costs the host one read and no copy. On a CPU the
+same code runs, and a batch stays in the memory that it was read into.
 """
 
 from collections import deque
@@ -19,8 +19,8 @@ from course.data.loaders.hdf5_extents import StateReader
 from course.data.weather.pairs import Batch, Pairs, sample_ids
 from course.utils.errors import CourseError
 
-Staged = tuple[Batch, torch.cuda.Event | None]       # and when it is whole
-LEAST = 1 << 20                                      # bytes of a read: smaller ones cost more than they hold
+Staged = tuple[Batch, torch.cuda.Event | None]       # the event: when the batch is complete
+LEAST = 1 << 20                                      # bytes of a read: below this, overhead dominates
 
 
 def loader(pairs: Pairs, batches: Iterable[list[int]], workers: int, ahead: int,
@@ -73,7 +73,7 @@ class Buffer:
 
 
 class BatchRead:
-    """A batch on its way from the files into a buffer, in enough reads that no thread is idle."""
+    """A batch being read from files into a buffer, split into enough reads to keep every thread busy."""
 
     def __init__(self, samples: list[int], buffer: Buffer, states: StateReader, pool: ThreadPoolExecutor, workers: int):
         self.samples, self.buffer = samples, buffer
@@ -85,16 +85,16 @@ class BatchRead:
             for i, sample in enumerate(samples):
                 for half, ahead in ((0, 0), (1, lead)) if sample >= 0 else ():
                     self.reads += [pool.submit(read) for read in states.reads(sample, ahead, arrays[half, i], piece)]
-        except CourseError as error:                 # a file that cannot be opened: said when the batch's turn comes
+        except CourseError as error:                 # a file that cannot be opened: raised when the batch's turn comes
             self.reads.append(Future())
             self.reads[-1].set_exception(error)
 
     def is_read(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all reads have finished without an error."""
         return all(read.done() and not read.exception() for read in self.reads)
 
     def wait(self) -> None:
-        """Until all of it is there; raises what a read raised, and `CourseError` for what was never written."""
+        """Wait for all reads. Raises what a read raised, and `CourseError` for data that was never written."""
         for read in self.reads:
             read.result()
         arrays, real = self.memory.numpy(), [i for i, sample in enumerate(self.samples) if sample >= 0]

@@ -1,1 +1,1 @@
-"""Text as tokens: corpora, tokenizers, token files, samples."""
+"""Text as tokens: corpora, tokenizers, token files and training samples."""

@@ -1,8 +1,8 @@
-"""Text to tokens and back: byte-pair encoding of bytes, as in GPT-2.
+"""Byte-level byte-pair encoding (BPE), as in GPT-2: text to tokens and back.
 
-Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909. Any text can be written in 256 bytes; the pair of
-neighbours that is most frequent in a sample becomes one token more, and so on until the vocabulary has its size. The
-`tokenizers` package does the work.
+Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909. The vocabulary starts with the 256 bytes, which can
+write any text. Training repeatedly merges the most frequent pair of adjacent tokens into a new token, until the vocabulary has
+its size. The `tokenizers` package does the work.
 """
 
 import json
@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from course.utils.atomic_files import read_text
 from course.utils.errors import CourseError
 
-END = "<|endoftext|>"                                # closes each document
+END = "<|endoftext|>"                                # ends each document
 OTHER = "give another tokenizer.json, one that knows every text, such as those of bytes do"
 
 
 def train(texts: Iterator[str], vocab: int) -> Tokenizer:
-    """A tokenizer of at most `vocab` tokens, learned from the texts; `END` is token 0."""
+    """Train a tokenizer of at most `vocab` tokens on the texts; `END` is token 0."""
     if vocab < 257:
         raise CourseError(f"vocab={vocab} is too small: 256 bytes and {END} are 257 tokens")
     tokenizer = byte_level(models.BPE())
@@ -33,32 +33,32 @@ def train(texts: Iterator[str], vocab: int) -> Tokenizer:
 
 @contextmanager
 def tokenizer_errors(fails: str, cure: str) -> Iterator[None]:
-    """Around what the package does: whatever it raises is a `CourseError` that says what `fails`, why, and the cure.
+    """Turn any error of the `tokenizers` package into a `CourseError`: what `fails`, the reason and the cure.
 
-    It raises the plainest kind of exception and, where its Rust panics, as over some damaged files, one that is no Exception.
+    The package raises plain `Exception`s. When its Rust code panics, as for some damaged files, it raises a `BaseException`.
     """
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise                                    # Ctrl-C, say
+            raise                                    # such as Ctrl-C
         raise CourseError(f"{fails} ({error}): {cure}") from error
 
 
 def gpt2(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's tokenizer from its two files, vocab.json and merges.txt."""
+    """Build GPT-2's tokenizer from its two files, vocab.json and merges.txt."""
     with tokenizer_errors(f"{vocab} and {merges} cannot be read as GPT-2's vocabulary and merges",
                  "give vocab.json and merges.txt of one model"):
         lines = [line for line in read_text(merges).replace("\r", "").split("\n") if line and not line.startswith("#version")]
         pairs = [(left, right) for left, right in (line.split(" ") for line in lines)]
         tokenizer = byte_level(models.BPE(json.loads(read_text(vocab)), pairs))
     if tokenizer.token_to_id(END) is not None:
-        tokenizer.add_special_tokens([END])          # one that is there gets no new number
+        tokenizer.add_special_tokens([END])          # an existing token keeps its id
     return tokenizer
 
 
 def byte_level(model: models.BPE) -> Tokenizer:
-    """A tokenizer of bytes, which cuts text into words as GPT-2 does."""
+    """A byte-level tokenizer that splits text into words as GPT-2 does."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, which gives all tokens of a text and no others: some files say to cut or to fill up."""
+    """Load a tokenizer.json, with the truncation and padding that some files ask for switched off."""
     with tokenizer_errors(f"{path} cannot be read as a tokenizer",
                  "give a tokenizer.json of the tokenizers package, such as Hugging Face models have"):
         tokenizer = Tokenizer.from_str(read_text(path))
@@ -76,14 +76,14 @@ def load(path: Path) -> Tokenizer:
 
 
 def end_token(tokenizer: Tokenizer, end: str = END) -> int:
-    """The number of the token that closes a document."""
+    """The id of the token that ends a document. Raises `CourseError` if the tokenizer lacks it."""
     if (number := tokenizer.token_to_id(end)) is None:
         raise CourseError(f"the tokenizer has no token {end}, which closes each document: set end=TOKEN to one that it has")
     return int(number)
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """How many numbers a model has to know: the largest of a token, and one."""
+    """The vocabulary size that a model needs: the largest token id plus one."""
     numbers = tokenizer.get_vocab(with_added_tokens=True).values()
     if not numbers:
         raise CourseError("the tokenizer has no tokens at all: give a tokenizer.json that has")
@@ -91,19 +91,19 @@ def size(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> list[np.ndarray]:
-    """The tokens of each text and `end` after them, (length,) int64; what looks like a special token is text as well."""
+    """Encode each text and append `end`, (length,) int64. Text that looks like a special token is encoded as text."""
     tokenizer.encode_special_tokens = True
     with tokenizer_errors("the tokenizer cannot turn a text into tokens", OTHER):
         return [np.array([*found.ids, end]) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt, special ones that it names or the tokenizer adds among them. `CourseError` where it fails."""
+    """Encode a prompt, including special tokens in it or added by the tokenizer. Raises `CourseError` if that fails."""
     with tokenizer_errors("the tokenizer cannot turn the prompt into tokens", OTHER):
         return list(tokenizer.encode(prompt).ids)
 
 
 def text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """The text of tokens, without special ones; `CourseError` where its rules for that fail."""
+    """Decode tokens to text, without special tokens. Raises `CourseError` if that fails."""
     with tokenizer_errors("the tokenizer cannot turn tokens into text", OTHER):
         return str(tokenizer.decode(tokens))

@@ -1,9 +1,9 @@
-"""Documents of text out of files as people share them: JSON lines and archives, packed or not, as a stream.
+"""Stream text documents from files as people share them: JSON lines and tar archives, compressed or not.
 
-What a file is, its first bytes tell: gzip, xz or zstandard, once or nested; in it a tar, whose members are again such
-files, or text. Text is JSON lines, one document each, except for members of an archive that are not called .jsonl, which
-are a document each. Of OpenWebText, an archive of packed archives, small packed members stay packed until `read` has
-them, in a process that has time. No more is in memory than a few times `LONGEST`.
+The first bytes of a file show its format: gzip, xz or zstandard, possibly nested. The content is text, or a tar archive whose
+members are such files again. Text is JSON lines, one document per line. An archive member without .jsonl in its name is one
+document. Small compressed members, as in OpenWebText (an archive of compressed archives), stay compressed until `read`
+decompresses them in a worker process. At most a few times `LONGEST` bytes are in memory.
 """
 
 import gzip
@@ -19,32 +19,32 @@ from typing import IO, Any, NamedTuple, cast
 import zstandard
 
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError)
-LONGEST = 16 << 20                                   # bytes of a document: more is no text
-SMALL = 2 << 20                                      # bytes of a packed member that is handed on packed
-MOST = 64 << 20                                      # bytes of text in one of those: 30 times as much, or somebody is joking
+LONGEST = 16 << 20                                   # bytes of a document; longer ones are rejected
+SMALL = 2 << 20                                      # archive members up to this size are passed on compressed
+MOST = 64 << 20                                      # bytes of text in one of them: guards against decompression bombs
 BLOCK = 1 << 20                                      # bytes read at once
 
 
 class Item(NamedTuple):
-    """Something in a file that should be a document, or packs some."""
+    """A part of a file that should be a document, or a compressed member that contains some."""
 
     where: str                                       # line, member, or member:line
     raw: bytes
-    line: bool = False                               # of JSON; else the content of a member
-    bad: str = ""                                    # why there is nothing
+    line: bool = False                               # a line of JSON; else the content of a member
+    bad: str = ""                                    # why it is unusable
 
 
 class Text(NamedTuple):
-    """A document, or why there is none."""
+    """A document, or why it is unusable."""
 
     where: str
     text: str
-    data: bytes                                      # the same in UTF-8
+    data: bytes                                      # the text in UTF-8
     bad: str = ""
 
 
 def items(path: Path, progress: Callable[[int], None] = lambda size: None) -> Iterator[Item]:
-    """What a file holds, in order; `progress` is told of bytes as they are read. A damaged rest is one bad item."""
+    """Yield a file's items in order and report the bytes read to `progress`. If the rest is damaged, it is one bad item."""
     position = 0
     try:
         with open(path, "rb", BLOCK) as file:
@@ -57,7 +57,7 @@ def items(path: Path, progress: Callable[[int], None] = lambda size: None) -> It
 
 
 def contents(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
-    """What an opened file holds: of an archive its members, of .jsonl the lines, else itself."""
+    """Yield the items of an opened file: an archive's members, the lines of .jsonl, or else the whole file."""
     stream = decompressed(file)
     if stream.peek(512)[257:262] == b"ustar":
         yield from members(stream, where)
@@ -71,7 +71,7 @@ def contents(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
 
 
 def lines(stream: Any, where: str) -> Iterator[Item]:
-    """The lines that are not blank."""
+    """Yield the lines that are not blank."""
     number = 0
     while raw := stream.readline(LONGEST + 1):
         number += 1
@@ -85,10 +85,10 @@ def lines(stream: Any, where: str) -> Iterator[Item]:
 
 
 def members(stream: IO[bytes], where: str) -> Iterator[Item]:
-    """The files of a tar: small ones as they are, of others what is inside."""
+    """Yield the files of a tar: small ones unopened, for the others (and .jsonl) the items inside."""
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=Member) as archive:
         while member := archive.next():
-            cast(Any, archive).members.clear()       # else it remembers millions of names
+            cast(Any, archive).members.clear()       # otherwise it keeps millions of entries
             place = f"{where}/{member.name}".lstrip("/")
             if member.isfile():
                 content = cast(IO[bytes], archive.extractfile(member))
@@ -99,11 +99,11 @@ def members(stream: IO[bytes], where: str) -> Iterator[Item]:
 
 
 class Member(tarfile.TarInfo):
-    """A member of an archive that ends with its mark: the package takes a damaged header, or none, for an end, too."""
+    """An archive member that detects truncation: `tarfile` treats a damaged or missing header as the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "Member":
-        """The archive's next member. Raises `tarfile.ReadError` for a damaged header, and for an end without its mark."""
+        """The archive's next member. Raises `tarfile.ReadError` for a damaged header or a missing end marker."""
         try:
             return super().fromtarfile(archive)
         except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError) as error:     # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class Member(tarfile.TarInfo):
 
 
 def with_read_errors(found: Iterator[Item], where: str) -> Iterator[Item]:
-    """The items, and one bad item more if the rest cannot be read."""
+    """Yield the items, and one more bad item if the rest cannot be read."""
     try:
         for item in found:
             where = item.where
@@ -121,18 +121,18 @@ def with_read_errors(found: Iterator[Item], where: str) -> Iterator[Item]:
 
 
 def too_long(where: str) -> Item:
-    """A document that is not read, because of its length."""
+    """The bad item for a document that is too long."""
     return Item(where, b"", bad=f"longer than {LONGEST >> 20} MB")
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of a library says, in a few words."""
+    """The first line of a library's exception."""
     words = str(error).splitlines()
     return f"unreadable ({words[0] if words else type(error).__name__})"
 
 
 def read(item: Item, key: str) -> Iterator[Text]:
-    """The documents of an item: the text under `key` of a line of JSON, or what a member holds, unpacked."""
+    """Yield the documents of an item: the text under `key` of a JSON line, or a member's decompressed content."""
     if item.bad:
         yield Text(item.where, "", b"", item.bad)
     elif item.line:
@@ -148,7 +148,7 @@ def read(item: Item, key: str) -> Iterator[Text]:
 
 
 def document(where: str, raw: bytes, key: str | None) -> Text:
-    """The text of a line of JSON, or the bytes themselves if there is no key."""
+    """Decode one document: the text under `key` of a JSON line, or all of `raw` if `key` is None."""
     try:
         text: Any = raw.decode("utf-8-sig")
         if key is not None:
@@ -169,39 +169,39 @@ def document(where: str, raw: bytes, key: str | None) -> Text:
 
 
 def decompressed(file: IO[bytes]) -> Any:
-    """A stream of what is in the file: itself, or what it packs. It can `peek`, and holds little back of a damaged one."""
+    """A decompressed stream of the file. It supports `peek`, and returns nearly all readable bytes of a damaged file."""
     stream = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(Any, file), BLOCK)
     start = stream.peek(6)
     if start.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=stream)
     if start.startswith(b"\xfd7zXZ\0"):
         return io.BufferedReader(FrameReader(stream, lzma.LZMADecompressor, b"\0"), BLOCK)
-    if start.startswith(b"\x28\xb5\x2f\xfd") or start[1:4] == b"\x2a\x4d\x18":     # the latter is skipped: pzstd begins so
+    if start.startswith(b"\x28\xb5\x2f\xfd") or start[1:4] == b"\x2a\x4d\x18":     # skippable frame: pzstd starts so
         return io.BufferedReader(FrameReader(stream, lambda: zstandard.ZstdDecompressor().decompressobj()), BLOCK)
     return stream
 
 
 class FrameReader(io.RawIOBase):
-    """Unpacks zstandard's frames or xz's streams, one after another, between which may be `padding`.
+    """Decompresses a sequence of zstandard frames or xz streams, with optional `padding` between them.
 
-    The packages' own readers take a truncated zstandard file for a whole one, and end without a word where what follows an xz
-    stream does not begin like another.
+    The packages' own readers accept a truncated zstandard file as complete. They also stop silently if the data after an xz
+    stream is not another stream.
     """
 
     def __init__(self, file: IO[bytes], begin: Callable[[], Any], padding: bytes = b""):
         self.file, self.begin, self.padding = file, begin, padding
-        self.frame: Any = None                       # the one that is being unpacked
-        self.rest, self.out = b"", memoryview(b"")   # not yet unpacked, not yet read
+        self.frame: Any = None                       # the one being decompressed
+        self.rest, self.out = b"", memoryview(b"")   # not yet decompressed, not yet read
 
     def readable(self) -> bool:
-        """Always: what `io.BufferedReader` asks before it reads."""
+        """True, as `io.BufferedReader` requires."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill some of a buffer with unpacked bytes; how many, 0 at the end. Raises `EOFError` where the file ends within a
-        frame, and the packages' own errors where a frame is damaged."""
+        """Copy decompressed bytes into a buffer; return how many, 0 at the end. Raises `EOFError` if the file ends within a
+        frame, and the packages' own errors if a frame is damaged."""
         while not self.out:
-            block = self.rest or self.file.read(4096)                   # little: it may unpack to 30,000 times as much
+            block = self.rest or self.file.read(4096)                   # small: it may expand 30,000-fold
             if not block:
                 if self.frame is not None:
                     raise EOFError("the file ends within what is packed")

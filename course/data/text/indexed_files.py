@@ -1,17 +1,17 @@
-"""Documents of tokens in two files, as Megatron lays them out: NAME.bin, the tokens, and NAME.idx, where they lie.
+"""Tokenized documents in Megatron's two-file format: NAME.bin holds the tokens, NAME.idx says where they are.
 
-    .bin    the tokens of all sequences, one after another, each in the bytes of one number
+    .bin    the tokens of all sequences, one after another, each stored as one number
     .idx    magic   9 bytes         MMIDIDX\\0\\0
             version uint64          1
-            code    uint8           the kind of number in the .bin: `DTYPES`
-            S       uint64          how many sequences there are
-            D       uint64          how many documents, plus one
+            code    uint8           the dtype of the .bin: `DTYPES`
+            S       uint64          number of sequences
+            D       uint64          number of documents, plus one
             lengths   (S,) int32    tokens of each sequence
-            pointers  (S,) int64    the byte of the .bin where each begins
-            documents (D,) int64    the sequence with which each document begins, and S at the end
+            pointers  (S,) int64    byte offset of each sequence in the .bin
+            documents (D,) int64    the first sequence of each document, and S at the end
 
-All little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py; multimodal data ends with S bytes more, which are
-not read). Our makers write one sequence a document. Nothing is read before it is needed: both files are memory-mapped.
+All numbers are little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py). Multimodal data has S more bytes at the
+end, which are not read. `course data` writes one sequence per document. Both files are memory-mapped, so nothing is read early.
 """
 
 import os
@@ -29,14 +29,14 @@ import numpy as np
 from course.utils.atomic_files import atomic, os_error_cure
 from course.utils.errors import CourseError
 
-HEADER = struct.Struct("<9sQBQQ")                    # magic, version, code, S, D: 34 bytes, nothing between them
+HEADER = struct.Struct("<9sQBQQ")                    # magic, version, code, S, D: 34 bytes, no padding
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
-PAGE, PLACES = 4096, 64                              # bytes of a look at a .bin, and how many looks there are
-DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}       # 6 and 7 are fractions: no tokens
+PAGE, PLACES = 4096, 64                              # `check_written` reads PAGE bytes of a .bin at PLACES offsets
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}       # 6 and 7 are floats: no tokens
 
 
 class Index(NamedTuple):
-    """What a .idx says; the arrays lie in the file."""
+    """The content of a .idx; the arrays are views of the memory-mapped file."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray                              # (S,) int32
@@ -56,17 +56,17 @@ def read_index(path: Path) -> Index:
 
 
 class Documents:
-    """The documents of NAME.bin and NAME.idx: `documents[i]` are the tokens of one, in the dtype of the file.
+    """The documents of NAME.bin and NAME.idx: `documents[i]` is the tokens of document i, in the file's dtype.
 
-    `tokens` are those of all, end to end. Raises `CourseError` where the files are missing, damaged or not a pair. Another
-    process that gets it maps the files itself.
+    `tokens` has the tokens of all documents, end to end. Raises `CourseError` if the files are missing, damaged or not a pair.
+    When pickled to another process, it maps the files there.
     """
 
     def __init__(self, prefix: Path | str):
         self.prefix, self.bin = prefix, Path(f"{prefix}.bin")
         self.index = read_index(Path(f"{prefix}.idx"))
         check_pair(self.index, Path(f"{prefix}.idx"), self.bin)
-        empty = not self.index.lengths.any()         # nothing cannot be mapped
+        empty = not self.index.lengths.any()         # an empty file cannot be mapped
         self.tokens = np.empty(0, self.index.dtype) if empty else np.memmap(self.bin, self.index.dtype, "r")
         self._handle: int | None = None              # of the .bin, once `read` has opened it
 
@@ -74,14 +74,14 @@ class Documents:
         return len(self.index.documents) - 1
 
     def __getitem__(self, i: int) -> np.ndarray:
-        first, last = self.index.documents[range(len(self))[i]:][:2]    # its sequences; no document i: IndexError
+        first, last = self.index.documents[range(len(self))[i]:][:2]    # its sequences; IndexError if there is no document i
         begin = self.index.pointers[first] // self.index.dtype.itemsize if first < last else 0
         return self.tokens[begin:begin + self.index.lengths[first:last].sum(dtype=np.int64)]
 
     def read(self, begin: int, count: int) -> np.ndarray:
-        """So many tokens from the given one on, as `tokens[begin:begin + count]`, of a file that may change meanwhile.
+        """Read `tokens[begin:begin + count]` safely from a file that may change during training.
 
-        Raises `CourseError` where the file has become shorter: of a mapped one, the system would end the process, or give zeros.
+        Raises `CourseError` if the file has shrunk; with a memory-mapped file, the system would kill the process or return zeros.
         """
         try:
             if self._handle is None:
@@ -98,7 +98,7 @@ class Documents:
         return np.frombuffer(found, self.index.dtype)
 
     def check_written(self) -> None:
-        """Raise `CourseError` for parts that were never written: nothing but 0 where one looks."""
+        """Raise `CourseError` if part of the .bin was never written: it looks for pages of zeros at evenly spaced offsets."""
         with open(self.bin, "rb") as file:
             size = self.tokens.nbytes
             for place in range(PLACES if size >= 2 * PAGE else 0):
@@ -112,7 +112,7 @@ class Documents:
 
 
 def check_header(path: Path) -> None:
-    """Raise `CourseError` unless the file at `path` is a .idx, and as long as its header says."""
+    """Raise `CourseError` unless the file at `path` is a .idx with the length that its header implies."""
     try:
         with open(path, "rb") as file:
             start, size = file.read(HEADER.size), path.stat().st_size
@@ -139,7 +139,7 @@ def check_header(path: Path) -> None:
 
 def check_pair(index: Index, path: Path, tokens: Path) -> None:
     """Raise `CourseError` if the numbers of a .idx contradict each other or the .bin."""
-    sizes = index.lengths.astype(np.int64) * index.dtype.itemsize       # one sequence may have more than 2 GiB
+    sizes = index.lengths.astype(np.int64) * index.dtype.itemsize       # a sequence may exceed 2 GiB
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0        # bytes
     documents = index.documents
@@ -154,26 +154,26 @@ def check_pair(index: Index, path: Path, tokens: Path) -> None:
 
 
 def smallest_dtype(vocab: int) -> np.dtype[Any]:
-    """The kind of number that Megatron takes for a vocabulary of this size."""
+    """The dtype that Megatron uses for a vocabulary of this size."""
     return np.dtype("<u2" if vocab < 65500 else "<i4")
 
 
 class Writer:
-    """Takes one document after another; what it remembers of each is its length."""
+    """Appends documents to a .bin; keeps only their lengths in memory."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any]):
         self.file, self.dtype = file, dtype
         self.lengths = array("i")
 
     def add(self, tokens: np.ndarray) -> None:
-        """A document: (length,) of any whole numbers that `dtype` holds."""
+        """Append a document: (length,) integers that fit into `dtype`."""
         written = tokens.astype(self.dtype)
         assert np.array_equal(written, tokens), f"a token does not fit into {self.dtype}"
         self.file.write(written.tobytes())
         self.lengths.append(len(tokens))
 
     def extend(self, other: Documents) -> None:
-        """All documents of other files, which have one sequence each."""
+        """Append all documents of other files, which must have one sequence each."""
         assert other.index.dtype == self.dtype and len(other) == len(other.index.lengths)
         self.lengths.frombytes(other.index.lengths.tobytes())
         with open(other.bin, "rb") as file:
@@ -182,16 +182,16 @@ class Writer:
 
 @contextmanager
 def document_writer(prefix: Path | str, vocab: int) -> Iterator[Writer]:
-    """A writer whose documents become NAME.bin and NAME.idx when the block succeeds; else neither changes."""
+    """Write NAME.bin and NAME.idx: yield a `Writer`, and replace the files only if the block succeeds."""
     with atomic(Path(f"{prefix}.bin")) as temporary:
         with open(temporary, "wb") as file:
             yield (writer := Writer(file, smallest_dtype(vocab)))
-        Path(f"{prefix}.idx").unlink(missing_ok=True)                   # one that is there describes the old .bin
+        Path(f"{prefix}.idx").unlink(missing_ok=True)                   # an existing one describes the old .bin
     write_index(Path(f"{prefix}.idx"), np.asarray(writer.lengths, "<i4"), writer.dtype)
 
 
 def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype[Any]) -> None:
-    """Write the .idx of documents that are one sequence each, `lengths` (S,) tokens long and end to end."""
+    """Write the .idx of documents with one sequence each; `lengths`: (S,) tokens, stored end to end."""
     code = next(code for code, name in DTYPES.items() if dtype == np.dtype(name))
     ends = np.cumsum(lengths, dtype=np.int64)
     with atomic(path) as temporary, open(temporary, "wb") as file:

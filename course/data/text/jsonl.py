@@ -1,8 +1,8 @@
-"""`course data jsonl`: files of text, as OpenWebText and its like come, to token files.
+"""`course data jsonl`: convert text files, such as OpenWebText, to token files.
 
-One process reads and unpacks (`documents`), others parse and encode, and what they return is written in the order of the
-input: many processes write the bytes that one writes. All that waits is a few chunks. What is finished is kept in
-PATH/parts, a folder for every `PART` bytes of an input file, until all is joined: a run that was killed goes on there.
+One process reads and decompresses (`documents`); the others parse and encode. Their results are written in input order, so the
+output does not depend on the number of processes. Only a few chunks are in flight. Finished parts are kept in PATH/parts, one
+folder per `PART` bytes of an input file, until all are joined: a killed run resumes there.
 """
 
 import json
@@ -36,29 +36,29 @@ from course.utils.atomic_files import atomic, remove, sha256
 from course.utils.errors import CourseError
 from course.utils.machine import cores, short_sockets
 
-CHUNK = 1 << 20                                      # bytes that a process encodes at once
-PART = 8 << 20                                       # bytes, as they come from the reader, of a part: seconds of work are lost
-VERSION = 1                                          # of all that decides the bytes: parts of another are not joined
-SHOWN = 5                                            # bad documents that are named
-VOCAB = 32768                                        # tokens of a vocabulary that is learned, unless asked for others
+CHUNK = 1 << 20                                      # bytes that a process encodes at a time
+PART = 8 << 20                                       # bytes from the reader in a part: a killed run loses seconds of work
+VERSION = 1                                          # of everything that determines the output: parts of two versions do not mix
+SHOWN = 5                                            # how many bad documents are named
+VOCAB = 32768                                        # default size of a learned vocabulary
 
 
 @dataclass(frozen=True)
 class Jsonl:
-    """What to convert, and to what."""
+    """The settings of `course data jsonl`."""
 
-    files: tuple[str, ...] = ()          # .jsonl or .tar of texts, plain, .gz, .xz or .zst: only you know where
+    files: tuple[str, ...] = ()          # .jsonl or .tar files, plain, .gz, .xz or .zst
     path: str = "data/text"              # folder to fill
-    text: str = "text"                   # the key of a line that holds the document
+    text: str = "text"                   # the JSON key of the document's text
     tokenizer: str = ""                  # a tokenizer.json ...
     vocabulary: str = ""                 # ... or GPT-2's vocab.json ...
-    merges: str = ""                     # ... and merges.txt; with neither, one is learned from the input
-    end: str = bpe.END                   # the token that closes a document
-    vocab: int = 0                       # tokens of one that is learned; 0: 32768
-    sample: int = 64                     # megabytes of text, from all files alike, that it is learned from
-    valid: float = 0.005                 # part of the documents to watch while training ...
-    test: float = 0.005                  # ... and kept for the end
-    jobs: int = 0                        # processes that encode; 0: one for each core, 1: only this one
+    merges: str = ""                     # ... and merges.txt; with none of these, one is learned from the input
+    end: str = bpe.END                   # the token that ends a document
+    vocab: int = 0                       # size of a learned vocabulary; 0: 32768
+    sample: int = 64                     # megabytes of text to learn it from, in equal shares from all files
+    valid: float = 0.005                 # fraction of the documents for validation ...
+    test: float = 0.005                  # ... and for the final test
+    jobs: int = 0                        # processes that encode; 0: one per core, 1: only this one
 
 
 class Chunk(NamedTuple):
@@ -70,18 +70,18 @@ class Chunk(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What became of a chunk."""
+    """The result of encoding a chunk."""
 
     file: int
     part: int
-    tokens: dict[str, list[np.ndarray]]              # of each document of a split
-    sizes: dict[str, int]                            # bytes of text of a split
-    bad: list[str]                                   # the first few: where, and why
+    tokens: dict[str, list[np.ndarray]]              # by split, one array per document
+    sizes: dict[str, int]                            # bytes of text by split
+    bad: list[str]                                   # the first few: where and why
     failed: int                                      # how many were bad
 
 
 def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
-    """Write the token files of `config`, or go on where a run was killed. Raises `CourseError` for a bad request or input."""
+    """Write the token files of `config`, or resume a killed run. Raises `CourseError` for a bad request or input."""
     files = check(config)
     config = replace(config, vocab=config.vocab or VOCAB)
     path = Path(config.path)
@@ -97,7 +97,7 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
 
 
 def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Encode what is not encoded yet, and join the parts to the token files."""
+    """Encode the missing parts, and join all parts into the token files."""
     began, path, parts = time.monotonic(), Path(config.path), Path(config.path) / "parts"
     begin_parts(parts, {**request, "part": PART})
     tokenizer = choose_tokenizer(config, files, parts / "tokenizer.json", say)
@@ -115,7 +115,7 @@ def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callab
 
 
 def check(config: Jsonl) -> list[Path]:
-    """The input files, if the request makes sense."""
+    """Validate the request and return the input files. Raises `CourseError` if it makes no sense."""
     files = [Path(file).expanduser() for file in config.files]
     if not files:
         raise CourseError("no files are named: give .jsonl files or archives of text, plain, .gz, .xz or .zst")
@@ -141,14 +141,14 @@ def check(config: Jsonl) -> list[Path]:
 
 
 def describe(config: Jsonl, files: list[Path]) -> dict[str, Any]:
-    """What decides the bytes that are written, as JSON."""
+    """Everything that determines the output, as JSON values."""
     of_data = {key: value for key, value in asdict(config).items() if key not in ("path", "jobs")}
     given = {key: sha256(Path(of_data[key])) for key in ("tokenizer", "vocabulary", "merges") if of_data[key]}
     return of_data | given | {"files": [[file.name, file.stat().st_size] for file in files]}
 
 
 def begin_parts(parts: Path, request: dict[str, Any]) -> None:
-    """Note what the parts are of. Raises `CourseError` if documents are finished that others asked for."""
+    """Record the request of the parts. Raises `CourseError` if there are finished parts of another request."""
     note = parts / "request.json"
     found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     differ = [key for key in {**found, **request} if found.get(key) != request.get(key)]
@@ -162,13 +162,13 @@ def begin_parts(parts: Path, request: dict[str, Any]) -> None:
 
 
 def finished(parts: Path) -> dict[Path, dict[str, Any]]:
-    """The folder of each finished part, in order, and what was counted in it. Beyond 99,999 their names have more digits."""
+    """The finished parts in order: folder -> counts. Names are sorted as numbers: beyond 99,999 they have more digits."""
     folders = sorted(parts.glob("[0-9]*/[0-9]*"), key=lambda folder: (int(folder.parent.name), int(folder.name)))
     return {folder: json.loads((folder / "counts.json").read_text(encoding="utf-8")) for folder in folders}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """A file of JSON, whole or not at all."""
+    """Write a JSON file atomically."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(values), encoding="utf-8")
 
@@ -176,7 +176,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 # ---- the tokenizer ----
 
 def choose_tokenizer(config: Jsonl, files: list[Path], kept: Path, say: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that is asked for, or learned from a sample; kept beside the parts, which need just this one."""
+    """The requested tokenizer, or one learned from a sample. It is stored with the parts, so a resumed run uses the same one."""
     if not kept.is_file():
         if config.tokenizer:
             tokenizer = bpe.load(Path(config.tokenizer))
@@ -188,13 +188,13 @@ def choose_tokenizer(config: Jsonl, files: list[Path], kept: Path, say: Callable
         bpe.end_token(tokenizer, config.end)
         with atomic(kept) as temporary:
             temporary.write_text(tokenizer.to_str(), encoding="utf-8")
-        tokenizer_of.cache_clear()                   # another may have been there
+        tokenizer_of.cache_clear()                   # it may hold another run's tokenizer
     return bpe.load(kept)
 
 
 def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
-    """The first documents for training of each file: as many bytes of each. Raises `CourseError` if there are none."""
-    some = good = False                              # whether there is one for training; one to read
+    """Yield each file's first training documents, the same number of bytes per file. Raises `CourseError` if there are none."""
+    some = good = False                              # whether a training document exists; a readable one
     bad: list[str] = []
     for file in files:
         left = config.sample * 1_000_000 // len(files)
@@ -215,7 +215,7 @@ def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
 
 
 def no_documents_error(bad: list[str]) -> CourseError:
-    """What to say if there is not one to train on."""
+    """The error for input without training documents."""
     why = f"; what is there is bad: {'; '.join(bad)}" if bad else ""
     return CourseError(f"the files hold no documents to train on{why}; give .jsonl files, in UTF-8 and with a document on each "
                        "line, or archives of text, and text=KEY if their key is not 'text'")
@@ -224,13 +224,13 @@ def no_documents_error(bad: list[str]) -> CourseError:
 # ---- the work ----
 
 def encode_files(config: Jsonl, files: list[Path], parts: Path, vocab: int) -> None:
-    """Write the parts of all files that are not there yet."""
+    """Write the missing parts of all files."""
     begun = [begin_file(parts / f"{number:05d}", file) for number, file in enumerate(files)]
     todo = [number for number, done in enumerate(begun) if done is not None]
     work = partial(encode, str(parts / "tokenizer.json"), indexed_files.smallest_dtype(vocab), config)
     with tqdm(total=sum(files[number].stat().st_size for number in todo), unit="B", unit_scale=True) as bar:
         chunks = (chunk for number in todo for chunk in read_chunks(files[number], number, begun[number] or set(), bar))
-        with closing(map_in_order(work, chunks, config.jobs)) as found:     # whatever happens, its processes end before this does
+        with closing(map_in_order(work, chunks, config.jobs)) as found:     # its processes end first, even on errors
             for number, of_file in groupby(found, lambda encoded: encoded.file):
                 for part, of_part in groupby(of_file, lambda encoded: encoded.part):
                     write_part(parts / f"{number:05d}" / f"{part:05d}", of_part, vocab)
@@ -238,7 +238,7 @@ def encode_files(config: Jsonl, files: list[Path], parts: Path, vocab: int) -> N
 
 
 def begin_file(folder: Path, file: Path) -> set[int] | None:
-    """Which parts of an input file are finished; None for all. Those of a file that has changed are removed."""
+    """The finished parts of an input file; None if all are. The parts of a file that has changed are removed."""
     stat = file.stat()
     stamp = {"size": stat.st_size, "changed": stat.st_mtime_ns}
     note = folder / "file.json"
@@ -251,7 +251,7 @@ def begin_file(folder: Path, file: Path) -> set[int] | None:
 
 
 def read_chunks(file: Path, number: int, done: set[int], bar: Any) -> Iterator[Chunk]:
-    """The chunks of a file but those of finished parts. The last one may be empty: a file has at least one part."""
+    """Yield the chunks of a file, except those of finished parts. The last may be empty: every file has at least one part."""
     part, size, total = 0, 0, 0
     some: list[documents.Item] = []
     for item in documents.items(file, bar.update):
@@ -269,19 +269,19 @@ def read_chunks(file: Path, number: int, done: set[int], bar: Any) -> Iterator[C
 
 
 def map_in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs: int) -> Generator[Encoded, None, None]:
-    """`work` of each chunk, in order, on several processes; not many are under way, whoever is slow."""
+    """Apply `work` to the chunks on several processes and yield the results in order; few chunks are in flight at a time."""
     jobs = jobs or cores()
     if jobs == 1:
         yield from map(work, chunks)
         return
     short_sockets()
-    context = multiprocessing.get_context("forkserver")                 # a fork of this process would lose its threads
-    context.set_forkserver_preload(["course.data.text.jsonl"])               # imported once for all of them
+    context = multiprocessing.get_context("forkserver")                 # fork would be unsafe: this process has threads
+    context.set_forkserver_preload(["course.data.text.jsonl"])               # imported once for all
     pool = ProcessPoolExecutor(jobs, context, begin_worker)
     try:
         yield from map_bounded(pool, work, chunks, 3 * jobs)
     except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)                  # what they have in hand takes seconds: do not wait here
+        pool.shutdown(wait=False, cancel_futures=True)                  # running chunks take seconds: do not wait
         raise
     except BrokenProcessPool as error:
         raise CourseError("a process that encodes was killed, perhaps because memory ran out: run again with a smaller jobs=; "
@@ -291,7 +291,7 @@ def map_in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs
 
 
 def map_bounded(pool: Executor, work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], ahead: int) -> Iterator[Encoded]:
-    """As `map`, but reads no more than `ahead` chunks before their turn."""
+    """Like `map`, but reads at most `ahead` chunks in advance."""
     waiting: deque[Future[Encoded]] = deque()
     for chunk in chunks:
         waiting.append(pool.submit(work, chunk))
@@ -302,14 +302,14 @@ def map_bounded(pool: Executor, work: Callable[[Chunk], Encoded], chunks: Iterab
 
 
 def begin_worker() -> None:
-    """One core for each process; an interrupt is its parent's business, and so is its life."""
+    """Set up a worker: it uses one core, leaves Ctrl-C to its parent, and ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def end_with_parent() -> None:
-    """A parent that is killed leaves workers that wait for ever."""
+    """End this worker when its parent ends: otherwise workers of a killed parent would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -318,7 +318,7 @@ def end_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def tokenizer_of(path: str) -> Tokenizer:
-    """Read once in each process."""
+    """Load a tokenizer once per process."""
     return bpe.load(Path(path))
 
 
@@ -342,7 +342,7 @@ def encode(tokenizer_file: str, dtype: np.dtype[Any], config: Jsonl, chunk: Chun
 
 
 def write_part(folder: Path, encoded: Iterable[Encoded], vocab: int) -> None:
-    """Write a part's token files and counts, all or none."""
+    """Write a part's token files and counts atomically."""
     sizes, failed = dict.fromkeys(SPLITS, 0), 0
     bad: list[str] = []
     with atomic(folder) as temporary:
@@ -359,7 +359,10 @@ def write_part(folder: Path, encoded: Iterable[Encoded], vocab: int) -> None:
 
 
 def join(path: Path, parts: Path, vocab: int) -> tuple[dict[str, dict[str, int]], list[str], int]:
-    """Join all parts to the token files of the data set. Returns counts by split, the first bad documents, their number."""
+    """Join all parts into the data set's token files; return (counts by split, the first bad documents, how many are bad).
+
+    Raises `CourseError` if there are no documents.
+    """
     notes = finished(parts)
     bad, failed = [line for note in notes.values() for line in note["bad"]][:SHOWN], sum(n["failed"] for n in notes.values())
     counts = {}

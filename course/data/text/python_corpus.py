@@ -1,6 +1,6 @@
-"""`course data tokens`: a corpus that every machine has, the source text of Python's standard library.
+"""`course data tokens`: tokenize a corpus that every machine has, the source code of Python's standard library.
 
-Here is also what all makers of token files share: who gets a document, and what is noted down about them.
+Also the functions that all makers of token files share: choosing a document's split, and writing the metadata.
 """
 
 import hashlib
@@ -18,33 +18,33 @@ from course.resilience.folder_lock import make_once
 from course.utils.atomic_files import atomic, os_error_cure, read_text
 from course.utils.errors import CourseError
 
-# tests repeat themselves, idlelib and turtledemo are programs; the tables of encodings and the pages of pydoc are no code
+# tests are repetitive, idlelib and turtledemo are programs, encodings are tables, and pydoc_data is text, not code
 EXCLUDED = {"test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "pydoc_data", "site-packages", "dist-packages",
             "__pycache__"}
-AT_ONCE = 1 << 20                                    # characters that are encoded together: the cores share them
+AT_ONCE = 1 << 20                                    # characters per batch, which the tokenizer spreads over the cores
 
 
 @dataclass(frozen=True)
 class PythonCorpus:
-    """What `course data tokens` makes."""
+    """The settings of `course data tokens`."""
 
     path: str = "data/python"            # folder to fill
-    vocab: int = 4096                    # tokens: what a small GPT on a laptop can learn
-    valid: float = 0.05                  # part of the files to watch while training ...
-    test: float = 0.05                   # ... and kept for the end
+    vocab: int = 4096                    # tokens: enough for a small GPT on a laptop
+    valid: float = 0.05                  # fraction of the files for validation ...
+    test: float = 0.05                   # ... and for the final test
 
 
 def make(config: PythonCorpus, say: Callable[[str], None] = print) -> None:
-    """Train a tokenizer on the library's training files and write the tokens of all. The same bytes from the same Python."""
+    """Train a tokenizer on the training files and write the tokens of all splits. The same Python gives the same bytes."""
     check_split_fractions(config.valid, config.test)
     path, request = Path(config.path), {"made by": "course data tokens", "python": platform.python_version(), **asdict(config)}
-    del request["path"]                              # it decides where the bytes lie, not what they are
+    del request["path"]                              # it does not affect the content
     if not make_once(path, lambda: is_made(path, request), lambda: write(config, request, say)):
         say(f"{path} is there already")
 
 
 def write(config: PythonCorpus, request: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Train the tokenizer, and write all files."""
+    """Train the tokenizer and write all files."""
     path = Path(config.path)
     texts = dict(library_files(Path(sysconfig.get_path("stdlib"))))
     splits: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -66,7 +66,7 @@ def write(config: PythonCorpus, request: dict[str, Any], say: Callable[[str], No
 
 
 def library_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each file of a Python library, sorted by name; what is not UTF-8 is left out, and tables of a machine."""
+    """Yield (name, text) of a Python library's files, sorted by name, without `EXCLUDED`, non-UTF-8 or machine-specific ones."""
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
         name = file.relative_to(folder)
         if EXCLUDED.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
@@ -79,7 +79,7 @@ def library_files(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def text_batches(texts: list[str]) -> Iterator[list[str]]:
-    """The texts, some at a time."""
+    """Yield the texts in batches of about `AT_ONCE` characters."""
     some: list[str] = []
     for text in texts:
         some.append(text)
@@ -90,20 +90,20 @@ def text_batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def check_split_fractions(valid: float, test: float) -> None:
-    """Raise `CourseError` unless both are parts of a whole that leave something for training."""
-    if not (valid >= 0 and test >= 0 and valid + test < 1):             # nan is none, either
+    """Raise `CourseError` unless both fractions are at least 0 and leave some documents for training."""
+    if not (valid >= 0 and test >= 0 and valid + test < 1):             # also refuses nan
         raise CourseError(f"valid={valid:g} and test={test:g} are parts of the documents: they are at least 0, and below 1 "
                           "together")
 
 
 def choose_split(what: bytes, valid: float, test: float) -> str:
-    """The split of a document, from a hash: the same in every order and company; twins never part."""
-    place = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest()) / 2**64        # evenly in [0, 1)
+    """The split of a document, from a hash of its bytes: independent of all other documents; duplicates share a split."""
+    place = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest()) / 2**64        # uniform in [0, 1)
     return "valid" if place < valid else "test" if place < valid + test else "train"
 
 
 def is_made(path: Path, request: dict[str, Any]) -> bool:
-    """Whether the data set of this request is there, whole. Raises `CourseError` if it is that of another, or damaged."""
+    """Whether the complete data set of this request exists. Raises `CourseError` if it is another request's, or damaged."""
     if not (meta := path / "meta.json").is_file():
         return False
     try:
@@ -120,13 +120,13 @@ def is_made(path: Path, request: dict[str, Any]) -> bool:
 
 
 def write_metadata(path: Path, tokenizer: str, meta: dict[str, Any]) -> None:
-    """Write tokenizer.json and then meta.json, which says that all is there."""
+    """Write tokenizer.json, then meta.json, which marks the data set as complete."""
     for name, text in (("tokenizer.json", tokenizer), ("meta.json", json.dumps(meta, indent=1) + "\n")):
         with atomic(path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def summary(path: Path, counts: dict[str, dict[str, int]]) -> str:
-    """One sentence about the splits."""
+    """One sentence with the tokens and documents of each split."""
     parts = [f"{split} {count['tokens']:,} tokens of {count['documents']:,} documents" for split, count in counts.items()]
     return f"wrote {path}: {', '.join(parts)}"

@@ -1,12 +1,12 @@
-"""The samples of a language model: pieces of a long text in tokens.
+"""The samples of a language model: fixed-length sequences cut from a long stream of tokens.
 
-A data set is a folder, as `course data tokens` and `course data jsonl` make it:
+A data set is a folder, made by `course data tokens` or `course data jsonl`:
 
     PATH/train.bin, train.idx           the documents of the split (`course.data.text.indexed_files`); valid and test likewise
-    PATH/tokenizer.json                 what turns text into these tokens and back
-    PATH/meta.json                      the size of the vocabulary, and what was counted
+    PATH/tokenizer.json                 the tokenizer
+    PATH/meta.json                      the size of the vocabulary, and counts
 
-Of files that Megatron's tools made rename NAME_text_document.bin and .idx; the two .json may be missing.
+To use files from Megatron's tools, rename NAME_text_document.bin and .idx to train.bin and train.idx. Both .json may be missing.
 """
 
 import json
@@ -23,14 +23,15 @@ from course.utils.errors import CourseError, does_not_exist
 
 
 class Sequences(Dataset[Batch]):
-    """All documents of a split, laid end to end and cut into samples of `context` tokens and the one that follows them.
+    """All documents of a split, concatenated and cut into samples of `context` + 1 tokens.
 
-    The last token of a sample is the first of the next: each but the very first is predicted once an epoch. A batch is
-    `tokens` (B, context + 1) int64 and `sample` (B,) int64, the number of the sample (-1 for padding, which is zeros).
+    The last token of a sample is the first of the next, so an epoch predicts each token once, except the very first and an
+    incomplete last sample. A batch is `tokens` (B, context + 1) int64 and `sample` (B,) int64, the sample ids (-1 for padding,
+    which is zeros). Raises `CourseError` if the data is missing, damaged or too short, or has a vocabulary above `vocab`.
     """
 
     def __init__(self, path: str, split: str, context: int, vocab: int, limit: int = 0, key: str = "model.vocab"):
-        self.context, self.vocab, self.key = context, vocab, key        # the key that says how many tokens the model knows
+        self.context, self.vocab, self.key = context, vocab, key        # key: the setting to name in errors
         self._check_vocabulary(Path(path))
         self.documents = Documents(Path(path) / split)
         self.documents.check_written()
@@ -62,12 +63,12 @@ class Sequences(Dataset[Batch]):
         return self.size
 
     def __getitems__(self, samples: list[int]) -> Batch:
-        """One whole batch: the loader's workers call this once, not once a sample."""
+        """Read a whole batch: PyTorch's DataLoader calls this once per batch, not once per sample."""
         tokens = np.zeros((len(samples), self.context + 1), np.int64)
         for i, sample in enumerate(samples):
             if sample >= 0:
                 tokens[i] = self.documents.read(sample * self.context, self.context + 1)
-        if tokens.max(initial=0) >= self.vocab or tokens.min(initial=0) < 0:       # no meta.json said so, or it is wrong
+        if tokens.max(initial=0) >= self.vocab or tokens.min(initial=0) < 0:       # meta.json is missing or wrong
             raise CourseError(f"{self.documents.bin} has tokens from {tokens.min()} to {tokens.max()} but {self.key}="
                               f"{self.vocab}: set {self.key}={tokens.max() + 1} or more, or use other data")
         return {"tokens": torch.from_numpy(tokens), "sample": torch.tensor(samples, dtype=torch.int64)}

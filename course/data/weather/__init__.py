@@ -1,1 +1,1 @@
-"""Weather: its files, the simulated atmosphere, ERA5, scores and baselines."""
+"""Weather data: file layout, simulated atmosphere, ERA5 conversion, metrics and baselines."""

@@ -1,4 +1,4 @@
-"""An atmosphere on two levels of the rotating sphere: the equations, what drives them, and a time step.
+"""A two-layer atmosphere on the rotating sphere: equations, forcing and time step.
 
 The hydrostatic primitive equations of a dry gas in sigma = pressure / surface pressure, two layers of equal mass
 (1 above, 2 below, at sigma 1/4 and 3/4), in vorticity-divergence form. With G = div v + v·grad(ln ps) for
@@ -12,13 +12,13 @@ each layer and S = (G2 - G1) / 4, the flow from the upper to the lower layer:
     geopotential2       =  ground + (1 - ln 2) R T2,     A2 = ln 2 G1 + (1 - ln 2) G2.
 
 This choice of A conserves energy: A. J. Simmons and D. M. Burridge (1981), Mon. Wea. Rev. 109, 758, sections 2 and 3.
-The surface pressure itself is carried, not its logarithm, so that mass is conserved to rounding.
+The prognostic variable is the surface pressure, not its logarithm, so mass is conserved up to rounding.
 
 Heating relaxes the temperature towards warm tropics and cold poles, and drag slows the lower wind, as in I. M. Held
-and M. J. Suarez (1994), Bull. Amer. Meteor. Soc. 75, 1825, with continents added. The slope of temperature is
-unstable, and the eddies that grow on it are the weather. Water is carried by the lower wind; it evaporates
-from warm seas and falls out where the air is nearly saturated, without heating the air. There are no seasons, no
-day and night and no random forcing: the next state follows from this one.
+and M. J. Suarez (1994), Bull. Amer. Meteor. Soc. 75, 1825, with continents added. The temperature gradient is
+unstable, and the eddies that grow on it are the weather. The lower wind transports water. Water evaporates from
+warm seas and rains out where the air is nearly saturated, without heating the air. There are no seasons, no day
+and night, and no random forcing: a state determines the next one.
 """
 
 import math
@@ -36,12 +36,12 @@ GRAVITY = 9.80616                                # m/s²
 GAS = 287.0                                      # R of dry air, J/kg/K
 HEAT = 1004.64                                   # cp of dry air, J/kg/K
 DAY = 86400.0                                    # s
-MEAN_PRESSURE = 98_500.0                         # of the ground, Pa
-REST = (215.0, 270.0)                            # temperatures, K, for which the linear waves are carried exactly
-WIND = 150.0                                     # m/s, of the fastest wind and what is left of the waves
+MEAN_PRESSURE = 98_500.0                         # mean surface pressure, Pa
+REST = (215.0, 270.0)                            # temperatures (K) around which the linear waves are exact
+WIND = 150.0                                     # m/s: the fastest wind plus the waves' nonlinear remainder
 FIELDS = ("vorticity1", "vorticity2", "divergence1", "divergence2", "temperature1", "temperature2", "ps", "water")
 
-# Continents and mountains: latitude, longitude and radius in degrees, and height (1 makes land; metres).
+# Latitude, longitude and radius in degrees, and height: for continents about 1, for mountains in meters.
 CONTINENTS = ((52, 95, 32, 1.4), (52, 25, 18, 1.0), (8, 20, 22, 1.2), (-22, 22, 15, 1.1), (50, 255, 25, 1.3),
               (68, 300, 12, 0.9), (-8, 300, 18, 1.2), (-38, 290, 12, 0.9), (-25, 134, 15, 1.2), (-90, 0, 20, 2.0),
               (22, 80, 10, 0.9))
@@ -51,22 +51,24 @@ MOUNTAINS = ((34, 88, 14, 2600), (42, 250, 11, 1900), (-20, 291, 9, 1500), (-40,
 
 @dataclass(frozen=True)
 class Physics:
-    """What drives and slows the flow; `Physics(forced=False, smooth_hours=0, calm_hours=0)` leaves only what conserves."""
+    """Forcing and damping; `Physics(forced=False, smooth_hours=0, calm_hours=0)` leaves only the conservative flow."""
 
     forced: bool = True              # False: no heating, drag, evaporation or rain
-    mountains: float = 1.0           # times the height of the mountains
-    contrast: float = 62.0           # K, equator to pole, of the temperature that heating tends to
-    stability: float = 14.0          # K per unit of ln(pressure), of its potential temperature, at the equator
-    heating_days: float = 6.0        # time of the relaxation
-    drag_days: float = 2.5           # of the lower wind over sea
+    mountains: float = 1.0           # factor on the mountains' height
+    contrast: float = 62.0           # K, equator to pole, of the equilibrium temperature
+    stability: float = 14.0          # K per unit of ln(pressure), of its potential temperature at the equator
+    heating_days: float = 6.0        # relaxation time of the temperature
+    drag_days: float = 2.5           # damping time of the lower wind over sea
     drag_land_days: float = 1.2      # ... and over land
-    smooth_hours: float = 24.0       # decay of the shortest waves at truncation 21, (21/T)^4.5 of it at T; 0: never
-    calm_hours: float = 6.0          # ... and of the shortest in the divergence, gravity waves; 0: never
+    smooth_hours: float = 24.0       # decay time of the shortest waves at truncation 21, times (21/T)^4.5 at T; 0: off
+    calm_hours: float = 6.0          # ... and of the divergence's shortest waves (gravity waves); 0: off
 
 
 def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lon: Tensor) -> Tensor:
-    """A sum of Gaussian bumps (latitude, longitude, radius in degrees, height) at latitudes (lat, 1) and longitudes (lon,) in
-    degrees: (lat, lon), in the heights' unit."""
+    """Sum Gaussian bumps on a grid: latitudes (lat, 1) and longitudes (lon,) in degrees -> (lat, lon) in the heights' unit.
+
+    shapes: (latitude, longitude, radius in degrees, height) of each bump.
+    """
     total = torch.zeros_like(lat + lon)
     lat = torch.deg2rad(lat)
     for north, east, radius, height in shapes:
@@ -77,7 +79,7 @@ def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lo
 
 
 def land(lat: Tensor, lon: Tensor) -> Tensor:
-    """Fraction of land, 0 to 1 with smooth coasts, at latitudes (lat, 1) and longitudes (lon,) in degrees."""
+    """Land fraction, 0 to 1 with smooth coasts, at latitudes (lat, 1) and longitudes (lon,) in degrees."""
     return torch.sigmoid(12 * (bumps(CONTINENTS, lat, lon) - 0.55))
 
 
@@ -87,12 +89,12 @@ def mountains(lat: Tensor, lon: Tensor) -> Tensor:
 
 
 def saturation(temperature: Tensor) -> Tensor:
-    """Column water (kg/m²) of saturated air whose lower layer has this temperature (K): after Clausius-Clapeyron."""
+    """Column water (kg/m²) of saturated air with this lower-layer temperature (K), after Clausius-Clapeyron."""
     return 62 * torch.exp(0.064 * (temperature - 290))
 
 
 class Atmosphere:
-    """The two layers on a Gaussian grid. A state is complex (years, 8, l, m), fields in the order of FIELDS."""
+    """The two-layer model on a Gaussian grid. A state is complex (years, 8, l, m), with the fields in the order of FIELDS."""
 
     def __init__(self, truncation: int, physics: Physics | None = None, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu"):
@@ -109,10 +111,11 @@ class Atmosphere:
         self.drag = torch.stack([0 * drag, drag]) * (physics.forced / DAY)               # (layer, lat, lon), 1/s
         self.waves = self.linear_waves()                                                 # (l, 5, 5), 1/s
         self.waves_here = self.waves.to(self.sphere.p)
-        self.steppers: dict[float, tuple[Tensor, ...]] = {}                              # by length of step, s
+        self.steppers: dict[float, tuple[Tensor, ...]] = {}                              # by step length, s
 
     def still_temperature(self) -> Tensor:
-        """What heating tends to, (layer, lat, lon) in K: Held and Suarez's, with warm deserts and cold polar lands."""
+        """The equilibrium temperature of the heating, (layer, lat, lon) in K: Held and Suarez's, with hot deserts and cold
+        polar land."""
         sine, physics = self.sphere.mu**2, self.physics                                  # sin²(latitude)
         slope = sine**2 * (3 - 2 * sine)                                                 # 0 to 1, steepest at 45 degrees
         layers = []
@@ -123,14 +126,14 @@ class Atmosphere:
         return torch.stack(layers)
 
     def start(self, seed: int, years: list[int]) -> Tensor:
-        """Jets in balance with their temperature, and random eddies drawn for each (seed, year): (years, 8, l, m)."""
+        """The initial state: jets in balance with the temperature, plus random eddies for each (seed, year): (years, 8, l, m)."""
         sphere, size = self.sphere, self.sphere.truncation + 1
         state = self.ground.new_zeros(len(years), len(FIELDS), size, size)
         state[:, 4:6] = sphere.analyse(self.warmth)
         state[:, 6] = sphere.analyse(MEAN_PRESSURE * torch.exp(-sphere.synthesise(self.ground) / (GAS * 270)))
         state[:, 6] *= MEAN_PRESSURE / state[:, 6, :1, :1]
         state[:, 7] = sphere.analyse(0.6 * saturation(self.warmth[1]))
-        # Thermal wind over a lower layer at rest; near the equator, where f vanishes, held back.
+        # Thermal wind over a lower layer at rest; 3e-5 limits it near the equator, where f vanishes.
         slope = GAS * math.log(2) * sphere.gradient(state[0, 4:6].mean(0) * 2)[1].mean(-1, keepdim=True)     # (lat, 1)
         jet = (-slope * self.coriolis / (self.coriolis**2 + 3e-5**2)).expand(-1, sphere.columns).contiguous()
         state[:, 0] = sphere.curl(jet, 0 * jet)
@@ -158,8 +161,8 @@ class Atmosphere:
         spin = spin + self.coriolis
         force = torch.stack([spin * v, -spin * u]) - GAS * temperature * slope_ps - self.drag * wind
         force = force - sinking * (wind[:, :, 1:] - wind[:, :, :1])                          # (2, years, 2, lat, lon)
-        flux = torch.cat([ps * wind.mean(2, keepdim=True), water * wind[:, :, 1:]], 2)       # of mass and of water
-        # One transform for curl N, which is the divergence of (Nv, -Nu), for div N, and for the fluxes.
+        flux = torch.cat([ps * wind.mean(2, keepdim=True), water * wind[:, :, 1:]], 2)       # mass and water
+        # One transform for div N, the fluxes, and curl N, which is the divergence of (Nv, -Nu).
         curl, div, outflow = sphere.divergence(torch.cat([force[1], force[0], flux[0]], 1),
                                                torch.cat([-force[0], force[1], flux[1]], 1)).split(2, 1)
 
@@ -181,12 +184,12 @@ class Atmosphere:
 
     @staticmethod
     def geopotential(temperature: Tensor, ground: Tensor) -> Tensor:
-        """Geopotential of the two layers (years, 2, ...) in m²/s², of spectra or of values."""
+        """Geopotential of the two layers (years, 2, ...) in m²/s², for spectra or grid values."""
         upper, lower = temperature.unbind(1)
         return torch.stack([ground + GAS * math.log(2) * (upper + lower), ground + GAS * (1 - math.log(2)) * lower], 1)
 
     def sources(self, temperature: Tensor, water: Tensor) -> tuple[Tensor, Tensor]:
-        """Heating (K/s, of both layers) and evaporation less rain (kg/m²/s)."""
+        """Heating of both layers (K/s), and evaporation minus rain (kg/m²/s)."""
         if not self.physics.forced:
             return torch.zeros_like(temperature), torch.zeros_like(water)
         heating = (self.warmth - temperature) / (self.physics.heating_days * DAY)
@@ -195,7 +198,7 @@ class Atmosphere:
         return heating, evaporation - rain
 
     def linear_waves(self) -> Tensor:
-        """How gravity and sound-like waves act on (divergence 1 2, temperature 1 2, ps) in still air of REST: (l, 5, 5)."""
+        """The linear operator (l, 5, 5) of the fast waves on (divergence 1 2, temperature 1 2, ps), for air at rest at REST."""
         waves = torch.zeros(self.sphere.truncation + 1, 5, 5, dtype=torch.float64)
         stiff = -self.sphere.laplacian[:, 0].double().cpu() * GAS                            # (l,)
         (upper, lower), log2 = REST, math.log(2)
@@ -211,9 +214,9 @@ class Atmosphere:
         return waves
 
     def advance(self, state: Tensor, hours: float) -> Tensor:
-        """The state `hours` later, in equal steps short enough for the fastest winds."""
+        """Integrate the state for `hours`, in equal steps short enough for the fastest winds."""
         fastest = WIND * (self.sphere.truncation + 1) / RADIUS                               # rad/s
-        steps = math.ceil(3600 * hours * fastest / 2.3)                                      # Runge-Kutta stands 2.8
+        steps = math.ceil(3600 * hours * fastest / 2.3)                                      # Runge-Kutta's limit is 2.8
         seconds = 3600 * hours / steps
         if seconds not in self.steppers:
             self.steppers[seconds] = exponentials(self.waves, seconds, self.sphere.p)
@@ -222,11 +225,11 @@ class Atmosphere:
         return state
 
     def step(self, state: Tensor, seconds: float, matrices: tuple[Tensor, ...]) -> Tensor:
-        """One step of the exponential Runge-Kutta method of fourth order, then the decay of the shortest waves.
+        """One step of the fourth-order exponential Runge-Kutta method, then the decay of the shortest waves.
 
-        The linear waves, the fastest of all, are followed exactly by matrix exponentials, all else as by the
-        classical method, in steps twice as long: S. M. Cox and P. C. Matthews (2002), J. Comput. Phys. 176, 430,
-        equations 26 to 29, with their coefficients as `matrices` (`time_step.exponentials`).
+        Matrix exponentials integrate the linear waves, the fastest part, exactly; the rest is as in the classical
+        method. This allows steps twice as long. S. M. Cox and P. C. Matthews (2002), J. Comput. Phys. 176, 430,
+        equations 26 to 29; `matrices` are their coefficients (`time_step.exponentials`).
         """
         half, whole, push, first, middle, last = matrices
 
@@ -245,7 +248,7 @@ class Atmosphere:
         return state * self.decay(seconds)
 
     def decay(self, seconds: float) -> Tensor:
-        """What is left of every coefficient after some seconds of smoothing: (8, l, 1)."""
+        """The factor by which smoothing damps each coefficient in `seconds`: (8, l, 1)."""
         physics, scale = self.physics, self.sphere.laplacian / self.sphere.laplacian[-1]     # (l, 1), 0 to 1
         rate = torch.zeros_like(scale).repeat(len(FIELDS), 1, 1)                             # (8, l, 1), 1/hour
         if physics.smooth_hours:
@@ -255,7 +258,7 @@ class Atmosphere:
         return torch.exp(-rate * (seconds / 3600))
 
     def budget(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mass (kg/m²), total energy and its kinetic part (J/m²), area means, each float64 (years,)."""
+        """Area means of mass (kg/m²), total energy and kinetic energy (J/m²), each float64 (years,)."""
         values = self.sphere.synthesise(state).double()
         ground = self.sphere.synthesise(self.ground).double()
         wind = self.winds_and_slopes(state)[0].double()

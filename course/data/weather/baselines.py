@@ -1,4 +1,4 @@
-"""What a forecast has to beat: persistence, climatology, and a linear regression on the neighbouring grid points."""
+"""A baseline that a forecast has to beat: linear regression on neighboring grid points."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from course.data import Pairs
 
 
 def neighbours(state: Tensor) -> Tensor:
-    """The values at each grid point and its eight neighbours, and a 1: (B, C, H, W) -> (B·H·W, 9·C + 1).
+    """The values at each grid point and its eight neighbors, and a constant 1: (B, C, H, W) -> (B·H·W, 9·C + 1).
 
-    Around the globe in longitude; beyond a pole the outermost row stands in.
+    Longitude is periodic; beyond a pole the outermost row is repeated.
     """
     wide = F.pad(F.pad(state, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="replicate")
     columns = F.unfold(wide, 3).transpose(1, 2).flatten(0, 1)          # (B·H·W, 9·C)
@@ -18,9 +18,9 @@ def neighbours(state: Tensor) -> Tensor:
 
 
 class Regression:
-    """The least-squares forecast of every channel from all channels at the point and its neighbours.
+    """Least-squares forecast of each channel from all channels at the point and its neighbors.
 
-    One set of coefficients for the globe, fitted on training pairs with a little ridge for stability.
+    One set of coefficients for the whole globe, fitted on training pairs with a small ridge penalty for stability.
     """
 
     def __init__(self, pairs: Pairs, samples: int = 200, ridge: float = 1e-4):

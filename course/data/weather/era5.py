@@ -1,8 +1,8 @@
-"""ERA5 in NetCDF or Zarr, converted to the layout of `course.data.weather.layout`.
+"""Convert ERA5 in NetCDF or Zarr to the layout of `course.data.weather.layout`.
 
-Two ways of naming are understood: WeatherBench2's (`10m_u_component_of_wind`, `level`) and the Climate Data
-Store's (`u10`, `valid_time`, `pressure_level`), in one file or in many, cut by time, variable or level. Values
-are copied, not interpolated: the grid is cropped and strided, hours are thinned to 00, 06, 12 and 18 UTC.
+It reads the names of WeatherBench2 (`10m_u_component_of_wind`, `level`) and of the Climate Data Store (`u10`,
+`valid_time`, `pressure_level`), in one file or in many, split by time, variable or level. Values are copied, not
+interpolated: the grid is cropped and strided, and only the hours 00, 06, 12 and 18 UTC are kept.
 """
 
 import glob
@@ -29,7 +29,7 @@ from course.utils.errors import CourseError
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
 
-# What WeatherBench2 and the Climate Data Store call each variable. The first six lie on the surface.
+# Each variable's names in WeatherBench2 and the Climate Data Store. The first six are surface variables.
 NAMES = {
     "u10": ("10m_u_component_of_wind", "u10"), "v10": ("10m_v_component_of_wind", "v10"),
     "t2m": ("2m_temperature", "t2m"), "sp": ("surface_pressure", "sp"), "msl": ("mean_sea_level_pressure", "msl"),
@@ -42,25 +42,25 @@ DIMS = {"time": ("time", "valid_time"), "level": ("level", "pressure_level"),
 INDEX = {name: i for i, name in enumerate(CHANNELS)}
 STEP = np.timedelta64(HOURS, "h")
 ERA5 = PlausibleRanges.of(list(CHANNELS))
-DAMAGED = ("truncated file", "signature not found")             # what HDF5 says of a file whose writer was killed in its header
+DAMAGED = ("truncated file", "signature not found")             # HDF5's errors for a file whose writer was killed in the header
 
 
 @dataclass(frozen=True)
 class Era5:
-    """What to convert, and to what."""
+    """The settings of the ERA5 conversion."""
 
-    source: str = ""                        # a .nc file, a glob or folder of them, a .zarr store: only you know where
-    path: str = "data/era5"                 # beside the made data in data/weather
-    grid: tuple[int, int] = (360, 720)      # (lat, lon) of the ERA5 course data: every second point of 0.25°
-    train: str = "1979-2015"                # the usual split of this data: all years from 1979 on ...
-    valid: str = "2016-2017"                # ... but two to watch while training ...
-    test: str = "2018"                      # ... and one kept aside; "" for none
+    source: str = ""                        # a .nc file, a glob or folder of them, or a .zarr store
+    path: str = "data/era5"                 # folder to fill
+    grid: tuple[int, int] = (360, 720)      # (lat, lon) of the ERA5 course data: every second point of the 0.25° grid
+    train: str = "1979-2015"                # the usual split: training years from 1979 on ...
+    valid: str = "2016-2017"                # ... two validation years ...
+    test: str = "2018"                      # ... and one test year; "" for none
     chunk: int = 8                          # times in memory at once: 0.9 GB with 0.25° fields, 0.4 GB with chunk=1
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One variable of one file, still on disk, with the channels that it fills."""
+    """One variable of one file, not yet read, and the channels that it fills."""
 
     file: str
     stem: str                               # a key of NAMES
@@ -69,10 +69,10 @@ class Piece:
     channels: list[int]                     # in the order of its levels
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The values at the given places along time: (time, channel, latitude, longitude)."""
+        """Read the values at the given time indices: (time, channel, latitude, longitude)."""
         try:
             values = self.array.isel(time=places).transpose("time", ..., "latitude", "longitude").to_numpy()
-        except Exception as error:          # each backend has its own kinds
+        except Exception as error:          # each backend raises its own
             cure = os_error_cure(error, "it is damaged; copy it again")
             raise CourseError(f"{self.file} cannot be read ({first_line(error)}): {cure} and run again, the conversion goes on "
                               "where it stopped") from error
@@ -83,18 +83,17 @@ class Piece:
 
 
 def convert(config: Era5, say: Callable[[str], None] = print) -> None:
-    """Write the years of `config` that the source has, one file each, and the statistics of the training years.
+    """Write the years of `config` that the source has, one file per year, and the statistics of the training years.
 
-    Only `config.chunk` times are in memory at once. Run again after an interruption: it goes on where it stopped.
-    Raises `CourseError` for a bad request, a source that lacks something, gaps in time, missing values and such as no atmosphere
-    has.
+    Only `config.chunk` times are in memory at once. Run it again after an interruption: it resumes where it stopped.
+    Raises `CourseError` for a bad request, an incomplete source, gaps in time, and missing or implausible values.
     """
     splits = parse_splits(config)
     if config.chunk < 1:
         raise CourseError(f"chunk={config.chunk} times in memory at once cannot be: set chunk=1 or more")
     with ExitStack() as stack:
         files = {name: stack.enter_context(data) for name, data in open_source(config.source).items()}
-        # one file open at a time: an open one caches up to 33 MB of each variable, and months of files add up
+        # keep one file open at a time: each caches up to 33 MB per variable
         stack.enter_context(import_module("xarray").set_options(file_cache_maxsize=1))
         pieces = find_pieces(files, config)
         plan = plan_years(pieces, splits, config.source, say)
@@ -111,7 +110,7 @@ def convert(config: Era5, say: Callable[[str], None] = print) -> None:
 
 
 def parse_splits(config: Era5) -> dict[int, str]:
-    """The split of each year asked for, from "1979-2015", "2018", or "" for none."""
+    """The split of each requested year; a split is "1979-2015", "2018", or "" for none."""
     splits: dict[int, str] = {}
     for split in SPLITS:
         text = str(getattr(config, split)).strip()
@@ -127,7 +126,7 @@ def parse_splits(config: Era5) -> dict[int, str]:
 
 
 def open_source(source: str) -> dict[str, "Dataset"]:
-    """The source's files by name, opened but not read."""
+    """Open the source's files without reading the data: name -> data set."""
     path = Path(source).expanduser()
     if "://" in source or path.suffix == ".zarr" or any((path / name).exists() for name in ("zarr.json", ".zgroup")):
         return {source: open_file(source if "://" in source else str(path), "zarr")}
@@ -143,26 +142,26 @@ def open_source(source: str) -> dict[str, "Dataset"]:
 
 
 def pattern(path: Path) -> str:
-    """A glob in which the folders that exist by their names are no pattern, whatever their characters: `[raw] ERA5/*.nc`."""
+    """Escape the existing folders of a glob, so that their names may contain glob characters: `[raw] ERA5/*.nc`."""
     folder = next((above for above in path.parents if above.is_dir()), Path())
     return os.path.join(glob.escape(str(folder)), *path.parts[len(folder.parts):])
 
 
 def open_file(name: str, engine: str) -> "Dataset":
-    """One NetCDF file or Zarr store, opened but not read, its dimensions renamed to the keys of `DIMS`."""
+    """Open one NetCDF file or Zarr store without reading the data; rename its dimensions to the keys of `DIMS`."""
     try:
         for package in ("xarray", "zarr" if engine == "zarr" else "netCDF4"):
             import_module(package)
     except ImportError as error:
         raise CourseError(f'{error.name}, which reads ERA5, is not installed: pip install "course[era5]"') from error
     xr = import_module("xarray")
-    try:                                    # no chunks: no dask; no cache: what was read is not needed again
-        if engine == "zarr":                # whose fill value is no mask: many stores state 0, which a wind may be
+    try:                                    # chunks=None: no dask; cache=False: each value is read once
+        if engine == "zarr":                # do not mask fill values: many stores state 0, a valid wind
             store = xr.backends.ZarrStore.open_group(name, mode="r", use_zarr_fill_value_as_mask=False)
             data = xr.open_dataset(store, chunks=None, cache=False)
         else:
             data = xr.open_dataset(name, engine=engine, chunks=None, cache=False)
-    except Exception as error:              # each backend has its own kinds
+    except Exception as error:              # each backend raises its own
         cure = os_error_cure(error, "give .nc files or a .zarr store; convert GRIB to NetCDF and unpack archives first")
         raise CourseError(f"{name} is missing, or damaged, or not {engine} ({first_line(error)}): {cure}") from error
     for standard, names in DIMS.items():
@@ -176,7 +175,7 @@ def open_file(name: str, engine: str) -> "Dataset":
 
 
 def find_pieces(files: dict[str, "Dataset"], config: Era5) -> list[Piece]:
-    """What the files give to the channels; together all twenty, on one grid."""
+    """Find the variables that fill all twenty channels. Raises `CourseError` if channels are missing or the grids differ."""
     pieces: list[Piece] = []
     for name, whole in files.items():
         data = keep_six_hourly(name, keep_grid(name, whole, config.grid))
@@ -194,15 +193,15 @@ def find_pieces(files: dict[str, "Dataset"], config: Era5) -> list[Piece]:
 
 
 def keep_grid(name: str, data: "Dataset", grid: tuple[int, int]) -> "Dataset":
-    """The rows and columns of a file that make `grid`, north to south and eastwards from 0.
+    """Crop and stride a file to `grid`, north to south and eastwards from 0.
 
-    An odd number of rows has both poles, and loses the southern one: 721 × 1440 → 720 × 1440 → 360 × 720.
+    An odd number of rows includes both poles; the southern one is dropped: 721 × 1440 → 720 × 1440 → 360 × 720.
     """
     data = data.assign_coords(longitude=np.round(data["longitude"].astype("float64"), 6) % 360)   # -1e-9 is 0
     lat, lon = data["latitude"].to_numpy(), data["longitude"].to_numpy()
     rows, columns = np.argsort(-lat), np.argsort(lon)
     gaps = np.diff(lon[columns], append=lon[columns[0]] + 360)
-    edge = 90 - 1.01 * 180 / len(lat)                           # a pole's row may have been cropped already
+    edge = 90 - 1.01 * 180 / len(lat)                           # a pole may already be cropped
     if not (np.diff(lat[rows]) < 0).all() or min(lat.max(), -lat.min()) < edge or np.ptp(gaps) > 1e-3:
         raise CourseError(f"{name} does not cover the globe evenly (latitude {lat.min():g} to {lat.max():g}, "
                           f"{len(lat)} rows, {len(lon)} columns): download the whole globe")
@@ -216,7 +215,7 @@ def keep_grid(name: str, data: "Dataset", grid: tuple[int, int]) -> "Dataset":
 
 
 def keep_six_hourly(name: str, data: "Dataset") -> "Dataset":
-    """The file's times at 00, 06, 12 and 18 UTC."""
+    """Keep a file's times at 00, 06, 12 and 18 UTC."""
     stamps = data["time"].to_numpy()
     if not np.issubdtype(stamps.dtype, np.datetime64):
         raise CourseError(f"{name}: its time is {stamps.dtype}, not dates: give it CF units ('hours since 1900-01-01')")
@@ -225,7 +224,7 @@ def keep_six_hourly(name: str, data: "Dataset") -> "Dataset":
 
 
 def keep_levels(stem: str, array: "DataArray") -> tuple[list[int], "DataArray"]:
-    """The channels that a variable fills and the variable at their levels; q fills those of r, to be turned into it."""
+    """(channels that a variable fills, the variable at their levels). q fills r's channels and is converted later."""
     if stem in CHANNELS:
         return [INDEX[stem]], array
     names = [f"{'r' if stem == 'q' else stem}{level:g}" for level in array["level"].to_numpy()]
@@ -234,7 +233,7 @@ def keep_levels(stem: str, array: "DataArray") -> tuple[list[int], "DataArray"]:
 
 
 def complete(pieces: list[Piece], source: str) -> list[Piece]:
-    """The pieces that are needed, q only where it gives more than r; a `CourseError` lists every lacking channel."""
+    """Select the needed pieces; q replaces r if it fills more channels. Raises `CourseError` with all missing channels."""
     filled = {stem: {c for piece in pieces if piece.stem == stem for c in piece.channels} for stem in NAMES}
     unused = "r" if len(filled["q"]) > len(filled["r"]) else "q"
     have = set().union(*(filled[stem] for stem in NAMES if stem != unused))
@@ -251,8 +250,8 @@ def complete(pieces: list[Piece], source: str) -> list[Piece]:
 
 def plan_years(pieces: list[Piece], splits: dict[int, str], source: str,
                say: Callable[[str], None]) -> dict[int, np.ndarray]:
-    """The times to write for each year that is asked for and that the source has."""
-    hours = []                                                  # of each channel
+    """The times to write for each requested year that the source has."""
+    hours = []                                                  # per channel
     for name, i in INDEX.items():
         found, counts = np.unique(np.concatenate([p.hours for p in pieces if i in p.channels]), return_counts=True)
         if (counts > 1).any():
@@ -261,7 +260,7 @@ def plan_years(pieces: list[Piece], splits: dict[int, str], source: str,
         hours.append(found)
     present = set((np.unique(np.concatenate(hours).astype("datetime64[Y]")).astype(int) + 1970).tolist())
     times = {year: year_times(year, hours, present) for year in splits if year in present}
-    times = {year: found for year, found in times.items() if len(found) > 1}    # one time alone is no forecast
+    times = {year: found for year, found in times.items() if len(found) > 1}    # a pair needs two times
     if not times:
         raise CourseError(f"{source} has none of the years asked for, but {sorted(present) or 'no 6-hourly times'}: "
                           "set train, valid and test to years that it has")
@@ -274,7 +273,10 @@ def plan_years(pieces: list[Piece], splits: dict[int, str], source: str,
 
 
 def year_times(year: int, hours: list[np.ndarray], present: set[int]) -> np.ndarray:
-    """The times of one year, without gaps, in all channels; partial only where the source begins or ends."""
+    """The times of one year, the same in all channels; incomplete only where the source begins or ends.
+
+    Raises `CourseError` for gaps.
+    """
     start, end = (np.datetime64(f"{y}-01-01T00", "h") for y in (year, year + 1))
     inside = [channel[(channel >= start) & (channel < end)] for channel in hours]
     first = start if year - 1 in present else max(channel[0] for channel in inside if len(channel))
@@ -289,14 +291,14 @@ def year_times(year: int, hours: list[np.ndarray], present: set[int]) -> np.ndar
 
 
 def write_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, say: Callable[[str], None]) -> None:
-    """Convert one year, under a temporary name until it is whole; a year that is there already is left alone."""
-    alone = path.with_name(f".{path.name}.making")              # locks this year: others may be converted beside it
+    """Convert one year, unless its file exists; the file has a temporary name until it is complete."""
+    alone = path.with_name(f".{path.name}.making")              # locks this year only
     if not make_once(alone, lambda: is_made(path, times, config), lambda: fill_year(path, times, pieces, config, say)):
         say(f"{path} is there already")
 
 
 def is_made(path: Path, times: np.ndarray, config: Era5) -> bool:
-    """Whether the file of a year is there, with the times that the source gives."""
+    """Whether a year's file exists. Raises `CourseError` if it has another shape than the source gives."""
     shape = (len(times), len(CHANNELS), *config.grid)
     if path.exists() and layout.inspect_year(path).shape != shape:
         raise CourseError(f"{path} is there with another shape than the source gives, {shape}: move it away, or "
@@ -305,7 +307,7 @@ def is_made(path: Path, times: np.ndarray, config: Era5) -> bool:
 
 
 def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, say: Callable[[str], None]) -> None:
-    """Write the times that are not in the part of this year yet, which becomes its file."""
+    """Write the missing times of a year to its partial file, then rename it."""
     part = path.with_name(f".{path.name}.part")
     pieces = [piece for piece in pieces if np.isin(piece.hours, times).any()]
     try:
@@ -316,10 +318,10 @@ def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, 
                 block = read_block(pieces, times[start:start + config.chunk], (len(CHANNELS), *config.grid))
                 file["fields"][start:start + len(block)] = block
                 file.flush()
-                flush(part)                 # the values are on disk before they count as done
+                flush(part)                 # values must be on disk before they count as done
                 file.attrs.modify("done", start + len(block))
                 file.flush()
-    except (OSError, RuntimeError) as error:                    # HDF5 raises either where the disk is full
+    except (OSError, RuntimeError) as error:                    # HDF5 raises either if the disk is full
         raise CourseError(f"cannot write {part} ({first_line(error)}): free space, or end the process that writes it, or choose "
                           "another path, and run again; it goes on where it stopped") from error
     with atomic(path) as temporary:
@@ -327,7 +329,7 @@ def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, 
 
 
 def open_part(part: Path, times: np.ndarray, array: "DataArray", source: str) -> h5py.File:
-    """The partial file of an interrupted conversion of the same source, or a new one; `done` times are complete."""
+    """Open the partial file of an interrupted conversion of the same source, or a new one; its attribute `done` counts times."""
     lat, lon = array["latitude"].to_numpy(), array["longitude"].to_numpy()
     marks = {"source": source, "times": f"{times[0]} to {times[-1]}", "grid": f"{len(lat)}x{len(lon)}"}
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +338,7 @@ def open_part(part: Path, times: np.ndarray, array: "DataArray", source: str) ->
         if all(file.attrs.get(key) == value for key, value in marks.items()):
             return file
         file.close()
-    except OSError as error:                # there is none, or its writer was killed in its header: begun anew, else never
+    except OSError as error:                # start anew only if it is missing or its header is incomplete
         if not isinstance(error, FileNotFoundError) and not any(text in str(error) for text in DAMAGED):
             raise
     file = open_hdf5(part, "w")
@@ -346,7 +348,10 @@ def open_part(part: Path, times: np.ndarray, array: "DataArray", source: str) ->
 
 
 def read_block(pieces: list[Piece], times: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The given times: float32 (time, *shape), shape (channel, latitude, longitude); every value is finite."""
+    """Read the given times: float32 (time, *shape), shape (channel, latitude, longitude).
+
+    Raises `CourseError` for missing or implausible values.
+    """
     block = np.full((len(times), *shape), np.nan, "float32")
     for piece in pieces:
         _, here, there = np.intersect1d(times, piece.hours, return_indices=True)
@@ -370,11 +375,11 @@ def read_block(pieces: list[Piece], times: np.ndarray, shape: tuple[int, ...]) -
 
 
 def relative_humidity(q: np.ndarray, t: np.ndarray, level: int) -> np.ndarray:
-    """Relative humidity over water in %, of specific humidity q in kg/kg and temperature t in K at `level` hPa.
+    """Relative humidity over water in %, from specific humidity q in kg/kg and temperature t in K at `level` hPa.
 
-    e = p q / (ε + (1 - ε) q), ε = 0.621981, over the saturation pressure of Tetens' formula with Buck's (1981)
-    parameters for water: IFS documentation CY41R2 (ERA5's cycle), part IV, equations 7.4 and 7.5. ERA5's own r
-    is over ice below -23 °C and between the two up to 0 °C, hence larger than this where it is cold.
+    The vapor pressure e = p q / (ε + (1 - ε) q), ε = 0.621981, divided by the saturation pressure: Tetens' formula with
+    Buck's (1981) parameters for water, IFS documentation CY41R2 (ERA5's cycle), part IV, equations 7.4 and 7.5. ERA5's own
+    r is over ice below -23 °C and mixed up to 0 °C, so it is larger than this in cold air.
     """
     vapour = 100 * level * q / (0.621981 + 0.378019 * q)
     return 100 * vapour / (611.21 * np.exp(17.502 * (t - 273.16) / (t - 32.19)))

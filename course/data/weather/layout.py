@@ -1,14 +1,14 @@
-"""The layout of a weather data set on disk, the same for the made atmosphere and for ERA5.
+"""The layout of a weather data set on disk, the same for the simulated atmosphere and for ERA5.
 
     PATH/train/1979.h5 ...    dataset `fields`, float32, (time, channel, latitude, longitude), 6-hourly
-    PATH/valid/2016.h5        the same, to watch while training
-    PATH/test/2018.h5         the same, never looked at until the end
+    PATH/valid/2016.h5        the same for validation
+    PATH/test/2018.h5         the same for the final test
     PATH/stats/global_means.npy, global_stds.npy      float32 (1, channel, 1, 1), of the training years
     PATH/stats/time_means.npy                         float32 (channel, latitude, longitude): the climatology
 
-Latitudes run from north to south, longitudes eastwards from 0. A file may carry the attributes
-`channels` (names) and `latitude`, `longitude` (degrees); where they are absent, the twenty channels
-below on an equally spaced grid are meant.
+Latitudes run from north to south, longitudes eastwards from 0. A file may have the attributes
+`channels` (names) and `latitude`, `longitude` (degrees). Without them, readers assume the twenty
+channels below on an equally spaced grid.
 """
 
 import shlex
@@ -29,7 +29,7 @@ from course.utils.errors import CourseError, does_not_exist
 HOURS = 6                                        # between two entries of a file
 SPLITS = ("train", "valid", "test")
 
-# Name and unit of each channel, in file order: that of the ERA5 course data (FourCastNet's twenty).
+# Name and unit of each channel, in file order, as in the ERA5 course data (FourCastNet's twenty).
 CHANNELS = {
     "u10": "m/s", "v10": "m/s", "t2m": "K", "sp": "Pa", "msl": "Pa", "t850": "K",
     "u1000": "m/s", "v1000": "m/s", "z1000": "m²/s²",
@@ -41,14 +41,14 @@ CHANNELS = {
 
 @dataclass(frozen=True)
 class Year:
-    """One opened-and-checked data file: where it is and the shape of its `fields`."""
+    """A checked data file: its path and the shape of its `fields`."""
 
     path: Path
     shape: tuple[int, int, int, int]             # (time, channel, latitude, longitude)
 
 
 def latitudes(rows: int) -> np.ndarray:
-    """Centres of `rows` equal bands from north to south, in degrees: 90 - 90/rows ... -90 + 90/rows."""
+    """Centers of `rows` equal bands from north to south, in degrees: 90 - 90/rows ... -90 + 90/rows."""
     return 90 - (np.arange(rows) + 0.5) * 180 / rows
 
 
@@ -58,13 +58,13 @@ def longitudes(columns: int) -> np.ndarray:
 
 
 def create_year(file: h5py.File, times: int, channels: Iterable[str], lat: np.ndarray, lon: np.ndarray) -> h5py.Dataset:
-    """Add an empty `fields` to an open file, contiguous on disk, with the names of its axes.
+    """Add an empty `fields` and the attributes of its axes to an open file.
 
-    Contiguous, uncompressed: a loader can then compute where a sample lies and read just that.
+    `fields` is contiguous and uncompressed, so a loader can compute the offset of a sample and read only that.
     """
     names = list(channels)
     fields = file.create_dataset("fields", (times, len(names), len(lat), len(lon)), "float32")
-    # of one length each: texts of any length lie in the file's heap, and HDF5 2.0 reads a damaged heap without an end, in C
+    # fixed-length strings: variable-length ones are in the file's heap, and HDF5 2.0 loops forever in C on a damaged heap
     file.attrs["channels"] = np.array([name.encode() for name in names])
     file.attrs["latitude"] = np.asarray(lat, "float64")
     file.attrs["longitude"] = np.asarray(lon, "float64")
@@ -73,12 +73,10 @@ def create_year(file: h5py.File, times: int, channels: Iterable[str], lat: np.nd
 
 
 def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> list[Year]:
-    """The files of one split in the order of their names, each opened once and checked.
+    """The files of one split, sorted by name, each opened once and checked.
 
-    Where there are none, the error's cure names the `grid` that the caller needs.
-
-    Raises `CourseError` for a missing folder, a file that is truncated or not HDF5, one without
-    `fields`, or files that differ in channels or grid.
+    Raises `CourseError` for a missing or empty folder, a file that is truncated, not HDF5 or without `fields`, or files
+    that differ in channels or grid. If there are no files, the error suggests a command that makes data with `grid`.
     """
     folder = path / split
     files = sorted(folder.glob("*.h5"))
@@ -96,13 +94,13 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
 
 
 def make_command(path: Path, grid: tuple[int, int] | None) -> str:
-    """The command that makes data, as a shell takes it."""
+    """The shell command that makes simulated data."""
     words = [f"path={path}"] + ([f"grid=[{grid[0]},{grid[1]}]"] if grid else [])
     return f"`course data weather {shlex.join(words)}`"
 
 
 def inspect_year(file: Path) -> Year:
-    """Open one data file, check that its `fields` can be read, and return its shape."""
+    """Open one data file, check that its `fields` can be read, and return its path and shape."""
     with open_data_file(file) as year:
         if "fields" not in year or not isinstance(year["fields"], h5py.Dataset):
             raise CourseError(f"{file} has no dataset `fields` (it has {sorted(year)}): convert it as data/README.md says")
@@ -110,29 +108,28 @@ def inspect_year(file: Path) -> Year:
         if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
             raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
                               "(time, channel, latitude, longitude) with at least 2 times is needed")
-        fields[-1, -1, -1, -1]                   # the last bytes are there
+        fields[-1, -1, -1, -1]                   # fails if truncated
         return Year(file, fields.shape)
 
 
 @contextmanager
 def open_data_file(file: Path) -> Iterator[h5py.File]:
-    """A data file to read from in the block, which does no more than that: what it raises is a `CourseError` whose cure follows
-    the reason."""
+    """Open a data file for a block that only reads from it: any error in the block becomes a `CourseError` with a cure."""
     cure = "it is truncated, or not HDF5: move it away, and make or copy it again"
     with hdf5_errors(f"{file} cannot be read", cure), open_hdf5(file) as found:
         yield found
 
 
 def implausible_state(file: Path, entry: int, what: str) -> CourseError:
-    """What to say of a state with numbers that no atmosphere has."""
+    """The error for a state with implausible values."""
     return CourseError(f"{file}: entry {entry} holds what no atmosphere has: {what}; it was never written there, or holds a fill "
                        f"value: {MAKE_AGAIN}")
 
 
 def channel_names(year: Year) -> list[str]:
-    """The file's channel names, or those of the standard twenty where it names none. `CourseError` for more or fewer than it has.
+    """The file's channel names; if it has none, the standard twenty, or channel0, channel1 ... for other numbers of channels.
 
-    They are texts of one length, or, in files that others made or this course made before, of any.
+    Names may be fixed-length or variable-length strings. Raises `CourseError` if their number is not the number of channels.
     """
     with open_data_file(year.path) as file:
         if "channels" in file.attrs:
@@ -147,7 +144,7 @@ def channel_names(year: Year) -> list[str]:
 
 
 def grid_latitudes(year: Year) -> np.ndarray:
-    """The file's latitudes in degrees, north to south; equal bands where it states none."""
+    """The file's latitudes in degrees, north to south; equal bands if it states none. Raises `CourseError` for invalid ones."""
     with open_data_file(year.path) as file:
         stated = file.attrs.get("latitude")
         if stated is None:
@@ -160,15 +157,15 @@ def grid_latitudes(year: Year) -> np.ndarray:
 
 
 def write_statistics(path: Path, years: list[Year]) -> None:
-    """Means and standard deviations per channel, and the time mean per grid point, of the given years.
+    """Write each channel's mean and standard deviation, and each grid point's time mean, over the given years.
 
-    Every point of the grid counts alike, as in the ERA5 course data. One pass, a few samples in memory. It looks at every entry:
-    raises `CourseError` for one with numbers that no atmosphere has, or missing ones.
+    All grid points have equal weight, as in the ERA5 course data. One pass, with a few states in memory. Checks every entry:
+    raises `CourseError` for missing or implausible values.
     """
     count = 0
     total = np.zeros(years[0].shape[1:])
     squares = np.zeros(years[0].shape[1])
-    shift: np.ndarray | None = None              # subtract a first guess: z50 is 200,000 ± 1,000
+    shift: np.ndarray | None = None              # subtract a first guess for accuracy: z50 is 200,000 ± 1,000
     for year in years:
         for block in checked_blocks(year):
             if shift is None:
@@ -190,7 +187,7 @@ def write_statistics(path: Path, years: list[Year]) -> None:
 
 
 def remake_statistics(path: Path) -> None:
-    """Write the statistics of a data set's training years anew, and look at every entry of its other years as well."""
+    """Recompute the statistics of a data set's training years, and check every entry of the other years too."""
     years = find_years(path, "train")
     with only_maker(path):
         write_statistics(path, years)
@@ -200,7 +197,7 @@ def remake_statistics(path: Path) -> None:
 
 
 def checked_blocks(year: Year) -> Iterator[np.ndarray]:
-    """Some states of a file at a time, in order, float64 (at most 8, channel, lat, lon). Raises as `check_entries`."""
+    """Yield a file's states in order, in blocks (at most 8, channel, lat, lon) of float64. Raises like `check_entries`."""
     plausible: PlausibleRanges | None = None
     with open_data_file(year.path) as file:
         for start in range(0, year.shape[0], 8):
@@ -211,7 +208,7 @@ def checked_blocks(year: Year) -> Iterator[np.ndarray]:
 
 
 def check_entries(file: Path, first: int, states: np.ndarray, plausible: PlausibleRanges) -> None:
-    """Raise `CourseError` for numbers that no atmosphere has in states (N, C, H, W), a file's entries from the `first` on."""
+    """Raise `CourseError` for implausible or missing values in states (N, C, H, W), a file's entries from `first` on."""
     for entry, state in enumerate(states, first):
         if what := plausible.whole(state):
             raise implausible_state(file, entry, what)
@@ -221,9 +218,9 @@ def check_entries(file: Path, first: int, states: np.ndarray, plausible: Plausib
 
 
 def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Means and standard deviations, each float32 (channel, 1, 1), for data of (channel, lat, lon) `shape`.
+    """Read means and standard deviations, each float32 (channel, 1, 1), for data of `shape` (channel, lat, lon).
 
-    Raises `CourseError` where they are missing, damaged, or belong to other data.
+    Raises `CourseError` if they are missing, damaged, or belong to other data.
     """
     found = []
     for name in ("global_means", "global_stds"):
@@ -243,7 +240,10 @@ def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.
 
 
 def read_climatology(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The mean over the training years at each grid point, float32 (channel, latitude, longitude)."""
+    """Read the mean over the training years at each grid point, float32 (channel, latitude, longitude).
+
+    Raises `CourseError` if it is missing, damaged, or has another shape than `shape`.
+    """
     file = path / "stats" / "time_means.npy"
     value = load_npy(file)
     value = value[0] if value.ndim == 4 else value           # the ERA5 course data has a leading 1
@@ -254,7 +254,7 @@ def read_climatology(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def load_npy(file: Path, command: str = "stats", folder: Path | None = None) -> np.ndarray:
-    """The numbers of a .npy file, never unpickled; `course data COMMAND FOLDER` makes it."""
+    """Read the numbers of a .npy file, never unpickling. Errors suggest `course data COMMAND FOLDER`, which makes the file."""
     make = f"`course data {command} {folder or file.parents[1]}`"
     try:
         with open(file, "rb") as opened:
@@ -264,6 +264,6 @@ def load_npy(file: Path, command: str = "stats", folder: Path | None = None) -> 
         return found
     except FileNotFoundError as error:
         raise CourseError(f"{file} is missing: make it with {make}") from error
-    except Exception as error:                   # a damaged header meets Python's own parser
+    except Exception as error:                   # a damaged header may raise anything in Python's parser
         cure = os_error_cure(error, f"remake it with {make}")
         raise CourseError(f"{file} is not a readable .npy file ({first_line(error)}): {cure}") from error

@@ -1,15 +1,15 @@
-"""How good a forecast is."""
+"""Forecast metrics."""
 
 import torch
 from torch import Tensor
 
 
 def latitude_weights(latitudes: Tensor) -> Tensor:
-    """The relative area of each row of the grid, mean 1: (H,) from degrees."""
+    """The relative area of each grid row, with mean 1: latitudes (H,) in degrees -> (H,)."""
     weights = torch.cos(torch.deg2rad(latitudes))
     return weights / weights.mean()
 
 
 def squared_error(forecast: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
-    """The latitude-weighted mean squared error of each sample and channel, (B, C), of (B, C, H, W) and (H,)."""
+    """Latitude-weighted mean squared error per sample and channel: 2 x (B, C, H, W), (H,) -> (B, C)."""
     return ((forecast - truth).square() * weights[:, None]).mean((-2, -1))

@@ -1,8 +1,8 @@
-"""The pairs of a data set: how its samples are numbered, and the simple way to read one.
+"""The (input, target) pairs of a data set: how samples are numbered, and the simple way to read one.
 
-A batch is a dict of tensors with the sample as dim 0: `input` and `target` (B, C, H, W), normalised,
-float32, and `sample` (B,) int64, the position of the pair in the data set (-1 for padding, which is zeros).
-Every loader gives the same bits: it subtracts the mean, then divides by the standard deviation, in float32.
+A batch is a dict of tensors with the sample as dim 0: `input` and `target` (B, C, H, W), normalized, float32,
+and `sample` (B,) int64, the index of the pair in the data set (-1 for padding, which is zeros). All loaders
+return the same bits: they subtract the mean, then divide by the standard deviation, in float32.
 """
 
 from contextlib import AbstractContextManager
@@ -21,16 +21,16 @@ from course.data.weather.plausibility import PlausibleRanges
 from course.utils.errors import CourseError
 
 Batch = dict[str, Tensor]
-RESTORE = "restore the file and run again"           # the cure for one that was good when training began
+RESTORE = "restore the file and run again"           # the cure for a file that was good when training began
 
 
 class Pairs(Dataset[Batch]):
     """All pairs (state, state `lead` entries later) of one split, numbered through its years in order.
 
-    A pair never crosses the end of a file. Files are opened on first use, so in the worker that reads.
+    A pair never crosses the end of a file. The worker that reads opens a file on first use.
 
-    reference: NERSC's course counts n pairs in a file of n entries. Pair i begins at entry i, less n - lead where that is too
-    late, and where it is one of the first `lead` entries, `lead` later.
+    reference: number pairs as NERSC's course does, n pairs for a file of n entries. Pair i begins at entry i mod (n - lead),
+    or `lead` entries later if that is one of the first `lead` entries.
     """
 
     def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0,
@@ -41,9 +41,9 @@ class Pairs(Dataset[Batch]):
         self._check(channels, grid)
         self.mean, self.std = layout.read_statistics(Path(path), self.shape)
         self.reference = reference
-        fewest = 3 * lead - 1 if reference else lead     # entries in which there is no pair
+        fewest = 3 * lead - 1 if reference else lead     # a file with this many entries has no pair
         pairs = [0 if year.shape[0] <= fewest else year.shape[0] - (0 if reference else lead) for year in self.years]
-        self.first = np.concatenate([[0], np.cumsum(pairs)])            # number of each year's first pair
+        self.first = np.concatenate([[0], np.cumsum(pairs)])            # index of each year's first pair
         self.size = min(limit or self.first[-1], self.first[-1])
         if not self.size:
             raise CourseError(f"{self.years[0].path.parent} holds no pair {lead} entries apart: use a smaller data.lead")
@@ -60,7 +60,7 @@ class Pairs(Dataset[Batch]):
                               f"set model.grid=[{H},{W}] or use other data")
 
     def _check_scale(self, path: Path) -> None:
-        """Normalised values are about 1; statistics of other data or other channels give something else."""
+        """Raise `CourseError` unless normalized values are about 1: otherwise the statistics are of other data or channels."""
         rms = np.sqrt((self.state(0) ** 2).mean((1, 2)))                # (C,)
         self._open.clear()                                              # a worker must not share this process's handle
         worst = int(np.argmax(np.abs(np.log(np.where(np.isfinite(rms), rms, 1.0) + 1e-30))))
@@ -70,14 +70,14 @@ class Pairs(Dataset[Batch]):
                               f"remake it with `course data stats {path}`")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the files itself."""
+        """Pickle without open files: a worker process opens them itself."""
         return vars(self) | {"_open": {}}
 
     def __len__(self) -> int:
         return int(self.size)
 
     def place(self, sample: int, ahead: int = 0) -> tuple[int, int]:
-        """Which file, and which entry of it, is the state `ahead` entries after pair `sample` begins."""
+        """(file number, entry) of the state `ahead` entries after the start of pair `sample`."""
         number = int(np.searchsorted(self.first, sample, side="right")) - 1
         entry = int(sample - self.first[number])
         if self.reference:
@@ -86,7 +86,7 @@ class Pairs(Dataset[Batch]):
         return number, entry + ahead
 
     def state(self, sample: int, ahead: int = 0) -> np.ndarray:
-        """The normalised state `ahead` entries after pair `sample` begins, (C, H, W) float32."""
+        """Read the normalized state `ahead` entries after the start of pair `sample`, (C, H, W) float32."""
         state = self._read(sample, ahead)
         self.check_states([(sample, ahead)], state[None])
         state -= self.mean
@@ -94,7 +94,7 @@ class Pairs(Dataset[Batch]):
         return state
 
     def _read(self, sample: int, ahead: int) -> np.ndarray:
-        """The same, as it stands in its file."""
+        """Read a state without normalizing or checking it."""
         number, entry = self.place(sample, ahead)
         fields = self._fields(number)
         with entry_errors(self.years[number].path, entry):
@@ -103,7 +103,7 @@ class Pairs(Dataset[Batch]):
         return state
 
     def check_states(self, places: list[tuple[int, int]], states: np.ndarray) -> None:
-        """Raise `CourseError` if states (N, C, H, W), as read from the given (sample, ahead), hold what was never written."""
+        """Raise `CourseError` if raw states (N, C, H, W), read from the given (sample, ahead), hold values nobody wrote."""
         if found := self.plausible.few(states):
             number, entry = self.place(*places[found[0]])
             raise layout.implausible_state(self.years[number].path, entry, found[1])
@@ -114,7 +114,7 @@ class Pairs(Dataset[Batch]):
         return self._open[number]
 
     def __getitems__(self, samples: list[int]) -> Batch:
-        """One whole batch: the loader's workers call this once, not once a sample."""
+        """Read a whole batch: PyTorch's DataLoader calls this once per batch, not once per sample."""
         input, target = (np.zeros((len(samples), *self.shape), np.float32) for _ in range(2))
         real = [i for i, sample in enumerate(samples) if sample >= 0]
         for states, ahead in ((input, 0), (target, self.lead)):
@@ -128,21 +128,21 @@ class Pairs(Dataset[Batch]):
 
 
 def sample_ids(samples: list[int], device: torch.device) -> Tensor:
-    """A batch's `sample`, on its way to the device; the host does not wait for what the device has still to do."""
+    """Copy a batch's sample ids to the device, without waiting for the device's queued work."""
     return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def open_fields(path: Path) -> h5py.Dataset:
-    """The data of one file, to be read while training."""
+    """Open the `fields` of one file for reading during training. Raises `CourseError` if that fails."""
     with hdf5_errors(f"{path} cannot be opened", RESTORE):
         return open_hdf5(path)["fields"]
 
 
 def entry_errors(path: Path, entry: int) -> AbstractContextManager[None]:
-    """Around reading one entry of an HDF5 file that was good when training began: whatever h5py raises is a `CourseError`."""
+    """Turn errors in reading an entry of an HDF5 file into `CourseError`; the file was good when training began."""
     return hdf5_errors(f"{path} could not be read at entry {entry}", RESTORE)
 
 
 def unreadable_entry(path: Path, entry: int, why: str, cure: str = RESTORE) -> CourseError:
-    """What to say of a file that was good when training began."""
+    """The error for an unreadable entry of a file that was good when training began."""
     return CourseError(f"{path} could not be read at entry {entry} ({why}): {cure}")

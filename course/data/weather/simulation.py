@@ -1,21 +1,21 @@
-"""`course data weather`: a made atmosphere with the twenty channels of the ERA5 course data, on any grid.
+"""`course data weather`: a simulated atmosphere with the twenty channels of the ERA5 course data, on any grid.
 
-The flow is that of `atmosphere.py`: two layers on the sphere, run at a spectral truncation and evaluated on the
-grid of `layout.py`. It has jets, travelling storms, easterlies in the tropics, continents and mountains; it has no
-seasons, no day, no stratosphere, and rain does not heat it. One state of the twenty channels determines the next.
-Every channel comes from the eight fields that the flow carries (1 above, 2 below, at pressures ps/4 and 3 ps/4):
+`atmosphere.py` computes the flow: two layers on the sphere, at a spectral truncation, evaluated on the grid of
+`layout.py`. It has jets, traveling storms, tropical easterlies, continents and mountains. It has no seasons, no day
+and night, no stratosphere, and rain does not heat the air. One state of the twenty channels determines the next.
+All channels follow from the eight prognostic fields (1 above, 2 below, at pressures ps/4 and 3 ps/4):
 
-    sp                     carried: ps
-    t850, t500             the carried temperatures T1 and T2, linear in the logarithm of pressure
-    u850, v850             the carried wind of the lower layer (from vorticity and divergence)
-    u500, v500             the mean of the carried winds of both layers
+    sp                     ps (prognostic)
+    t850, t500             the prognostic temperatures T1 and T2, linear in the logarithm of pressure
+    u850, v850             the wind of the lower layer (from vorticity and divergence)
+    u500, v500             the mean wind of both layers
     u1000, v1000, u10, v10 the wind at 850 hPa, slowed and turned towards low pressure, more so over land
-    t2m                    T2 extended to the ground; over sea half of it is the fixed temperature of the sea
-    msl                    ps brought to sea level with that temperature and the height of the ground
-    z1000, z850, z500      height of these pressures: hydrostatic, from ps, T1, T2 and the ground
+    t2m                    T2 extrapolated to the ground; over sea, averaged with the fixed sea temperature
+    msl                    ps reduced to sea level with the extrapolated T2 and the height of the ground
+    z1000, z850, z500      geopotential of these levels: hydrostatic, from ps, T1, T2 and the ground
     z50                    likewise, with T1 all the way up
-    tcwv                   carried: the column's water
-    r850, r500             that water over what would saturate air of T2, and of t500; cut at 100 %
+    tcwv                   the column's water (prognostic)
+    r850, r500             that water relative to saturation at T2, and at t500; at most 100 %
 """
 
 import json
@@ -39,31 +39,31 @@ from course.utils.atomic_files import atomic, free_bytes, remove, temporary_path
 from course.utils.errors import CourseError
 
 FIRST_YEAR = 1979
-SPIN_UP_DAYS = 25                                # until storms have forgotten how they began
+SPIN_UP_DAYS = 25                                # until storms have forgotten the initial state
 YEARS_AT_ONCE = 16                                    # years run as one batch: bounds memory and open files
-HEAD = 100_000                                   # bytes of a file beside its states, at most
-VERSION = 1                                      # of the physics: files of another version are not resumed
+HEAD = 100_000                                   # most bytes of a file besides its states
+VERSION = 1                                      # of the physics: files of other versions are refused
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What `course data weather` makes."""
+    """The settings of `course data weather`."""
 
     path: str = "data/weather-32x64"     # folder to fill
     grid: tuple[int, int] = (32, 64)     # latitudes, longitudes
-    train: int = 4                       # yearly files to learn from
-    valid: int = 1                       # yearly files to watch
-    test: int = 1                        # yearly files for the end
+    train: int = 4                       # yearly files for training
+    valid: int = 1                       # yearly files for validation
+    test: int = 1                        # yearly files for the final test
     times: int = 360                     # six-hourly entries per file: 90 days (ERA5 has 1460)
     seed: int = 0                        # another seed is another planet's weather
-    truncation: int = 0                  # largest wave number of the flow; 0: what the grid can show, up to 42
+    truncation: int = 0                  # largest wave number of the flow; 0: what the grid resolves, 15 to 42
     device: str = "auto"                 # auto, cpu or cuda; the same seed gives the same bytes only on a CPU
 
 
 def make(config: Weather, say: Callable[[str], None] = print) -> None:
-    """Write the files and statistics of `layout.py` under `config.path`; whole files of the same settings are kept.
+    """Write the files and statistics of `layout.py` under `config.path`; complete files of the same settings are kept.
 
-    Raises `CourseError` for settings that make no sense, and where the folder holds files made with others.
+    Raises `CourseError` for invalid settings, or if the folder holds files made with other settings.
     """
     device = check(config)
     count = len(years_of(config))
@@ -74,16 +74,16 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
 
 
 def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
-    """Write what is missing."""
+    """Write the missing files and statistics."""
     plan, absent = years_of(config), missing(config)
     if len(absent) < len(plan):
         say(f"{len(plan) - len(absent)} of {len(plan)} files are there already")
-    for file in statistics_of(config) if absent else []:     # they will be of other years: an interrupted run must not leave them
+    for file in statistics_of(config) if absent else []:     # outdated: an interrupted run must not leave them
         file.unlink(missing_ok=True)
     if absent:
         say(f"writing {len(absent)} files to {config.path}, {gigabytes(len(absent), config):.3g} GB")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
+    torch.set_num_threads(1)                     # small transforms: as fast, and the same bytes on any number of cores
     try:
         for start in range(0, len(absent), YEARS_AT_ONCE):
             write_years({year: plan[year] for year in absent[start:start + YEARS_AT_ONCE]}, config, device, say)
@@ -94,12 +94,12 @@ def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> N
 
 
 def gigabytes(files: int, config: Weather) -> float:
-    """How much so many yearly files take of a disk."""
+    """The size of `files` yearly files in GB."""
     return files * config.times * len(layout.CHANNELS) * math.prod(config.grid) * 4 / 1e9
 
 
 def check(config: Weather) -> torch.device:
-    """Refuse settings that make no sense, and return the device to compute on."""
+    """Validate the settings and return the device to compute on. Raises `CourseError` for invalid settings."""
     rows, columns = config.grid
     counts = {name: getattr(config, name) for name in ("train", "valid", "test")}
     if rows < 8 or columns < 8:
@@ -122,7 +122,7 @@ def check(config: Weather) -> torch.device:
 
 
 def years_of(config: Weather) -> dict[int, Path]:
-    """The file of each year: training years first, then validation, then test; no others may lie there."""
+    """The file of each year: training, then validation, then test. Raises `CourseError` if the folder has other files."""
     splits = [split for split in layout.SPLITS for _ in range(getattr(config, split))]
     plan = {FIRST_YEAR + i: Path(config.path) / split / f"{FIRST_YEAR + i}.h5" for i, split in enumerate(splits)}
     for file in sorted(Path(config.path).glob("*/*.h5")):
@@ -133,12 +133,12 @@ def years_of(config: Weather) -> dict[int, Path]:
 
 
 def missing(config: Weather) -> list[int]:
-    """The years whose files are not there."""
+    """The years whose files do not exist."""
     return [year for year, file in years_of(config).items() if not is_made(file, year, config)]
 
 
 def is_whole(config: Weather) -> bool:
-    """Whether all is there: every year, and the statistics."""
+    """Whether every year and the statistics exist."""
     return not missing(config) and all(file.is_file() for file in statistics_of(config))
 
 
@@ -148,19 +148,19 @@ def statistics_of(config: Weather) -> list[Path]:
 
 
 def settings(year: int, config: Weather) -> str:
-    """Everything that a file's contents depend on."""
+    """Everything that determines a file's content, as JSON."""
     return json.dumps({"version": VERSION, "year": year, "seed": config.seed, "grid": list(config.grid),
                        "times": config.times, "truncation": truncation_of(config)})
 
 
 def truncation_of(config: Weather) -> int:
-    """The largest wave number of the flow: what the grid can show, 15 to 42."""
+    """The largest wave number of the flow: the configured one, or what the grid resolves, 15 to 42."""
     rows, columns = config.grid
     return config.truncation or max(15, min(2 * rows // 3, columns // 3, 42))
 
 
 def is_made(file: Path, year: int, config: Weather) -> bool:
-    """Whether this year's file is there, whole, and made with these settings; other settings are an error."""
+    """Whether this year's complete file exists. Raises `CourseError` if it was made with other settings."""
     if not file.exists():
         return False
     layout.inspect_year(file)
@@ -173,9 +173,9 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
 
 
 def check_disk_space(files: Collection[Path], size: int) -> None:
-    """Raise `CourseError` if there is no room for files of that many bytes: HDF5 may crash where a disk becomes full.
+    """Raise `CourseError` if the disk lacks space for files of `size` bytes each: HDF5 may crash on a full disk.
 
-    What an interrupted run has left of them is removed first.
+    Removes the partial files of an interrupted run first.
     """
     first, needed = next(iter(files)), len(files) * (size + HEAD)
     for file in files:
@@ -186,7 +186,7 @@ def check_disk_space(files: Collection[Path], size: int) -> None:
 
 
 def write_years(files: dict[int, Path], config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
-    """Run some years together, each entry written as it is computed; the files appear when all are whole."""
+    """Simulate some years as one batch and write each entry as it is computed; the files appear when all are complete."""
     check_disk_space(files.values(), 4 * config.times * len(layout.CHANNELS) * math.prod(config.grid))
     years = list(files)
     air = Atmosphere(truncation_of(config), device=device)
@@ -234,7 +234,7 @@ def record_drift(file: h5py.File, budget: np.ndarray, say: Callable[[str], None]
 
 
 class ChannelView:
-    """The twenty channels of a state, on the grid of the files."""
+    """Computes the twenty channels of a state on the grid of the files."""
 
     def __init__(self, air: Atmosphere, grid: tuple[int, int]):
         like = air.ground.real
@@ -246,7 +246,7 @@ class ChannelView:
         self.ground = self.sphere.synthesise(air.ground)                                 # (lat, lon), m²/s²
         self.land = land(lat, lon)                                                       # (lat, lon)
         self.sea = 271 + 30 * torch.deg2rad(lat).cos() ** 3                              # (lat, 1), K
-        self.turn = torch.tanh(5 * torch.deg2rad(lat).sin()) * (0.2 + 0.25 * self.land)  # of the wind at 10 m, radians
+        self.turn = torch.tanh(5 * torch.deg2rad(lat).sin()) * (0.2 + 0.25 * self.land)  # turn of the 10 m wind, radians
 
     def channels(self, state: Tensor) -> Tensor:
         """A state (years, 8, l, m) to float32 (years, 20, lat, lon), in the order and units of `layout.CHANNELS`."""
@@ -255,7 +255,7 @@ class ChannelView:
         lapse = (t2 - t1) / math.log(3)                                                  # K per unit of ln(pressure)
         heights = Atmosphere.geopotential(torch.stack([t1, t2], 1), self.ground)         # (years, 2, lat, lon)
 
-        def above(pressure: float) -> Tensor:                                            # ln of the ratio to the lower layer
+        def above(pressure: float) -> Tensor:                                            # ln(lower layer's pressure / pressure)
             return torch.log(0.75 * ps / (100 * pressure))
 
         def temperature(pressure: float) -> Tensor:
@@ -266,7 +266,7 @@ class ChannelView:
             return heights[:, 1] + GAS * (t2 * x - lapse * x**2 / 2)
 
         low = winds[:, :, 1]                                                              # (2, years, lat, lon)
-        surface = t2 - lapse * math.log(0.75)                                            # of the air at the ground
+        surface = t2 - lapse * math.log(0.75)                                            # air at the ground
         out = {"sp": ps, "t850": temperature(850), "t500": temperature(500), "tcwv": water.clamp(min=0),
                "z1000": height(1000), "z850": height(850), "z500": height(500),
                "z50": heights[:, 0] + GAS * t1 * torch.log(0.25 * ps / 5000),
@@ -282,6 +282,6 @@ class ChannelView:
 
 
 def rotate_wind(wind: Tensor, angle: Tensor) -> Tensor:
-    """Wind (2, ...) turned to the left by `angle` in radians."""
+    """Rotate wind (2, ...) to the left by `angle` in radians."""
     u, v = wind
     return torch.stack([u * angle.cos() - v * angle.sin(), u * angle.sin() + v * angle.cos()])

@@ -1,15 +1,15 @@
-"""Spherical harmonics: between values on a grid of the sphere and coefficients up to a triangular truncation.
+"""Spherical harmonic transforms: grid values on the sphere <-> coefficients up to a triangular truncation.
 
 A field is f(longitude, mu) = sum over l, m of f[l, m] P[l, m](mu) exp(i m longitude), with mu = sin(latitude),
-l = 0 ... T and |m| <= l; a real field needs only m >= 0. The associated Legendre functions P are scaled to
-a mean square of one over the sphere, so that f[0, 0] is the global mean. Derivatives are exact: along
-longitude a factor i m, along latitude the functions
+l = 0 ... T and |m| <= l; a real field needs only m >= 0. The associated Legendre functions P are normalized to
+a mean square of one over the sphere, so f[0, 0] is the global mean. Derivatives are exact: along longitude a
+factor i m, along latitude the functions
 
     H[l, m] = (1 - mu²) dP[l, m]/dmu = (l + 1) e[l, m] P[l - 1, m] - l e[l + 1, m] P[l + 1, m],
     e[l, m] = sqrt((l² - m²) / (4 l² - 1)),
 
-and the Laplacian a factor -l (l + 1) / a². On a Gaussian grid, with at least (3 T + 1) / 2 latitudes and
-3 T + 1 longitudes, products of two fields are transformed back exactly, free of aliasing.
+and for the Laplacian a factor -l (l + 1) / a². On a Gaussian grid with at least (3 T + 1) / 2 latitudes and
+3 T + 1 longitudes, products of two fields are transformed back exactly, without aliasing.
 
 Source: J. J. Hack and R. Jakob (1992), "Description of a global shallow water model based on the spectral
 transform method", NCAR/TN-343+STR, sections 3 to 5.
@@ -23,7 +23,7 @@ RADIUS = 6.37122e6                               # of the Earth, m
 
 
 def legendre(truncation: int, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """P and H at the sines of latitude `mu`, both float64 (m, l, latitude), zero where l < m."""
+    """(P, H) at the sines of latitude `mu`, both float64 (m, l, latitude), zero where l < m."""
     size = truncation + 2                        # H at l = T needs P at T + 1
     m, l = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     e = np.sqrt(np.maximum(l**2 - m**2, 0) / (4.0 * l**2 - 1) * (l > 0))
@@ -41,10 +41,10 @@ def legendre(truncation: int, mu: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gaussian(truncation: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The smallest alias-free grid: sines of latitude north to south, weights of sum 1, number of longitudes."""
+    """The smallest alias-free grid: (sines of latitude north to south, weights with sum 1, number of longitudes)."""
     mu, weights = np.polynomial.legendre.leggauss((3 * truncation + 2) // 2)
     columns = 3 * truncation + 1
-    while not smooth(columns):                   # the fast Fourier transform likes small factors
+    while not smooth(columns):                   # the FFT is fast for small prime factors
         columns += 1
     return mu[::-1].copy(), weights / 2, columns
 
@@ -60,8 +60,8 @@ def smooth(number: int) -> bool:
 class Sphere:
     """Transforms on one grid. Spectra are complex (..., l, m), fields real (..., latitude, longitude).
 
-    `mu` are the sines of the latitudes. With quadrature `weights` (those of `gaussian`) fields can be analysed;
-    without them the grid can only be synthesised on. Lengths in metres, derivatives per metre.
+    `mu`: sines of the latitudes. `weights`: quadrature weights (from `gaussian`); `analyse`, `divergence`, `curl` and
+    `mean` need them. Lengths are in meters, derivatives per meter.
     """
 
     def __init__(self, truncation: int, mu: np.ndarray, columns: int, weights: np.ndarray | None = None,
@@ -70,7 +70,7 @@ class Sphere:
             return torch.as_tensor(np.ascontiguousarray(value), dtype=dtype, device=device)
 
         p, h = legendre(truncation, mu)
-        metric = RADIUS * np.sqrt(1 - mu**2)     # a cos(latitude): a difference of longitude in metres
+        metric = RADIUS * np.sqrt(1 - mu**2)     # a cos(latitude): meters per radian of longitude
         m = np.arange(truncation + 1)
         l = m[:, None]
         self.truncation, self.columns = truncation, columns
@@ -82,31 +82,31 @@ class Sphere:
         self.slope = constant(np.concatenate([p, h], 1) / metric)                    # (m, 2 l, lat)
         if weights is not None:
             back = np.concatenate([p, h], 2) * np.tile(weights / metric, 2)          # (m, l, 2 lat)
-            self.weights = constant(weights[:, None])                                # (lat, 1), of sum 1
+            self.weights = constant(weights[:, None])                                # (lat, 1), sum 1
             self.p_back = constant((p * weights).transpose(0, 2, 1))                 # (m, lat, l)
             self.slope_back = constant(back.transpose(0, 2, 1))                      # (m, 2 lat, l)
 
     def synthesise(self, spectra: Tensor) -> Tensor:
-        """Coefficients (..., l, m) to values (..., lat, lon)."""
+        """Transform coefficients (..., l, m) to values (..., lat, lon)."""
         return self.along_longitude(per_wave(spectra, self.p))
 
     def analyse(self, fields: Tensor) -> Tensor:
-        """Values (..., lat, lon) to coefficients (..., l, m), dropping what lies beyond the truncation."""
+        """Transform values (..., lat, lon) to coefficients (..., l, m), dropping waves beyond the truncation."""
         return per_wave(self.waves(fields), self.p_back)
 
     def wind(self, vorticity: Tensor, divergence: Tensor) -> Tensor:
-        """Eastward and northward wind (2, ..., lat, lon) in m/s from coefficients of vorticity and divergence (1/s)."""
+        """Eastward and northward wind (2, ..., lat, lon) in m/s, from coefficients of vorticity and divergence (1/s)."""
         stream, potential = vorticity * self.inverse_laplacian, divergence * self.inverse_laplacian
         u = torch.cat([self.i_m * potential, -stream], -2)                           # (..., 2 l, m)
         v = torch.cat([self.i_m * stream, potential], -2)
         return self.along_longitude(per_wave(torch.stack([u, v]), self.slope))
 
     def gradient(self, spectra: Tensor) -> Tensor:
-        """Eastward and northward derivative (2, ..., lat, lon), per metre: the wind of that velocity potential."""
+        """Eastward and northward derivative (2, ..., lat, lon), per meter: the wind of that velocity potential."""
         return self.wind(torch.zeros_like(spectra), spectra * self.laplacian)
 
     def divergence(self, u: Tensor, v: Tensor) -> Tensor:
-        """Coefficients of du/dx + dv/dy of a vector field (..., lat, lon); the mean, (0, 0), is zero to the bit."""
+        """Coefficients of du/dx + dv/dy of a vector field (..., lat, lon); the mean, (0, 0), is exactly zero."""
         both = torch.cat([self.i_m * self.waves(u), -self.waves(v)], -2)             # (..., 2 lat, m)
         return per_wave(both, self.slope_back)
 
@@ -119,16 +119,16 @@ class Sphere:
         return (fields * self.weights).sum(-2).mean(-1)
 
     def waves(self, fields: Tensor) -> Tensor:
-        """Values (..., lat, lon) to the amplitudes (..., lat, m) of exp(i m longitude), 0 <= m <= T."""
+        """Transform values (..., lat, lon) to amplitudes (..., lat, m) of exp(i m longitude), 0 <= m <= T."""
         return torch.fft.rfft(fields, norm="forward")[..., :self.truncation + 1]
 
     def along_longitude(self, waves: Tensor) -> Tensor:
-        """Amplitudes (..., lat, m) to values (..., lat, lon)."""
+        """Transform amplitudes (..., lat, m) to values (..., lat, lon)."""
         return torch.fft.irfft(waves, self.columns, norm="forward")
 
 
 def per_wave(x: Tensor, matrices: Tensor) -> Tensor:
-    """For every wave number m a real matrix times complex vectors: (..., j, m) and (m, j, k) to (..., k, m)."""
+    """Multiply complex vectors by one real matrix per wave number m: (..., j, m), (m, j, k) -> (..., k, m)."""
     m, j, k = matrices.shape
     rows = torch.view_as_real(x.reshape(-1, j, m)).permute(2, 0, 3, 1)               # (m, n, 2, j)
     product = torch.bmm(rows.reshape(m, -1, j), matrices).view(m, -1, 2, k)          # (m, n, 2, k)

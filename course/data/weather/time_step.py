@@ -1,8 +1,8 @@
-"""The linear waves of an atmosphere, followed exactly by matrix exponentials: the coefficients of its time step.
+"""The coefficients of the atmosphere's time step: matrix exponentials integrate the linear waves exactly.
 
 S. M. Cox and P. C. Matthews (2002), "Exponential time differencing for stiff systems", J. Comput. Phys. 176, 430.
-The state changes by A·state, with A a (5, 5) matrix for each total wave number l, plus all the rest; the method is
-the classical Runge-Kutta method of fourth order where A is zero, and exact where the rest is constant.
+The tendency is A·state + rest, with a (5, 5) matrix A for each total wave number l. If A is zero, the method is the
+classical fourth-order Runge-Kutta method; if the rest is constant, it is exact.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def apply_matrices(state: Tensor, matrices: Tensor, others: float = 1) -> Tensor:
-    """Apply (l, 5, 5) matrices to (divergence 1 2, temperature 1 2, ps) of a state and a number to its other fields."""
+    """Multiply (divergence 1 2, temperature 1 2, ps) of a state by (l, 5, 5) matrices, and its other fields by `others`."""
     years, _, size, _ = state.shape
     values = torch.view_as_real(state[:, 2:7]).permute(2, 1, 0, 3, 4).reshape(size, 5, -1)   # (l, 5, years m 2)
     values = torch.bmm(matrices, values).view(size, 5, years, size, 2).permute(2, 1, 0, 3, 4)
@@ -18,10 +18,10 @@ def apply_matrices(state: Tensor, matrices: Tensor, others: float = 1) -> Tensor
 
 
 def exponentials(waves: Tensor, seconds: float, like: Tensor) -> tuple[Tensor, ...]:
-    """The coefficients of `Atmosphere.step` for a linear part (l, 5, 5): six of (l, 5, 5), with their lengths of time.
+    """The six coefficient matrices (l, 5, 5) of `Atmosphere.step` for a linear part `waves` (l, 5, 5).
 
-    The exponential of [[A, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]] has in its first row exp(A) and the
-    functions phi1, phi2, phi3 of A that the method is made of.
+    The first row of the exponential of [[A, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]] contains exp(A) and
+    the method's functions phi1, phi2 and phi3 of A.
     """
     def functions(time: float) -> tuple[Tensor, ...]:
         blocks = torch.zeros(len(waves), 20, 20, dtype=torch.float64)
@@ -29,7 +29,7 @@ def exponentials(waves: Tensor, seconds: float, like: Tensor) -> tuple[Tensor, .
         blocks[:, :15, 5:] += torch.eye(15, dtype=torch.float64)
         return tuple(x * unit[:, None] / unit for x in torch.linalg.matrix_exp(blocks)[:, :5].split(5, 2))
 
-    unit = torch.tensor([1e-5, 1e-5, 1, 1, 500], dtype=torch.float64)                        # brings the fields to one scale
+    unit = torch.tensor([1e-5, 1e-5, 1, 1, 500], dtype=torch.float64)                        # scales the fields to similar size
     half, push = functions(seconds / 2)[:2]
     whole, phi1, phi2, phi3 = functions(seconds)
     found = (half, whole, push * seconds / 2, (phi1 - 3 * phi2 + 4 * phi3) * seconds,

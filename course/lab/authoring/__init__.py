@@ -1,1 +1,1 @@
-"""Lessons, stubs of exercises and releases: what instructors make."""
+"""Tools for instructors: build lessons, blank exercises, make releases."""

@@ -1,8 +1,8 @@
-"""Answers out of sight: how a copy that `course release --hide-answers` wrote still runs what its files no longer show.
+"""Import the hidden answers of a copy written by `course release --hide-answers`.
 
-In such a copy the objects that exercises ask for are blank in `course/`, and the known mistakes are not there. `ARCHIVE` holds
-these modules as they were, and Python imports them from it, so that training and checking work as ever. That keeps answers
-out of sight, not out of reach: who unpacks the file can read them.
+In such a copy the objects that exercises ask for are blank in `course/`, and the known mistakes are missing. `ARCHIVE` holds the
+original modules, and Python imports them from there, so training and checking still work. Answers are out of sight, not out of
+reach: anyone who unpacks the archive can read them.
 """
 
 import base64
@@ -18,53 +18,53 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).parents[2]
-ARCHIVE = "lab/authoring/answers.bin"                # in the package
+ARCHIVE = "lab/authoring/answers.bin"                # path inside the package
 INSTALL = ("\nfrom course.lab.authoring import hidden_answers as _hidden  # this copy hides its answers: docs/instructors.md\n\n"
            "_hidden.install()\n")
 
 
 def pack(texts: Mapping[str, str]) -> bytes:
-    """The archive of some modules, by their names."""
+    """Pack module texts, by module name, into the bytes of an archive."""
     return base64.encodebytes(zlib.compress(json.dumps(dict(texts)).encode()))
 
 
 @cache
 def hidden_texts() -> dict[str, str]:
-    """The hidden modules of this copy as they were, by name; none in a copy that shows its answers."""
+    """The original texts of this copy's hidden modules, by name; empty if the copy shows its answers."""
     path = PACKAGE / ARCHIVE
     texts: dict[str, str] = json.loads(zlib.decompress(base64.decodebytes(path.read_bytes()))) if path.is_file() else {}
     return texts
 
 
 def original_text(module: str, file: Path) -> str:
-    """A module's text, with its answers."""
+    """A module's text with its answers, from the archive or the file."""
     return hidden_texts().get(module) or file.read_text(encoding="utf-8")
 
 
 def module_file(module: str) -> Path:
-    """Where the library keeps a module that is no package."""
+    """The file of a library module (not of a package)."""
     return PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
 class Loader(SourceFileLoader):
-    """Loads a module from the archive, under the name of its file: with the numbers of its lines, which blanks keep."""
+    """Load a module from the archive under its file's name. Line numbers match the file, because blanks keep them."""
 
     def get_data(self, path: str) -> bytes:
-        """The module's text; bytecode is not kept, since it would lie beside the blank file."""
+        """The module's text. Raises OSError for any other path, such as bytecode, which would belong to the blank file."""
         if path != self.path:
             raise OSError(path)
         return hidden_texts()[self.name].encode()
 
     def path_stats(self, path: str) -> Mapping[str, object]:
-        """None, so that no bytecode is looked for."""
+        """Raise OSError, so that Python looks for no bytecode."""
         raise OSError(path)
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of the archive."""
+    """Find the modules of the archive."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where the module comes from; None of all that are not hidden."""
+        """The spec of a hidden module; None for all others."""
         if name not in hidden_texts():
             return None
         file = str(module_file(name))
@@ -72,6 +72,6 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Let Python import the hidden modules of this copy, if it has any."""
+    """Make Python import this copy's hidden modules, if it has any, from the archive."""
     if hidden_texts() and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

@@ -1,12 +1,12 @@
-"""Lessons: from the master `solutions/NN_name.py` to the learner's notebook and the executed one.
+"""Build lessons: turn the master `solutions/NN_name.py` into the learner's notebook and the executed one.
 
-A master is a script in jupytext's percent format. A cell marked `exercise="name"` is an exercise: either
-it imports an object of the library, and the notebooks show that object's source (the learner's: blank);
-or it holds its answer between nbgrader's markers. A cell that calls `check("name")` is the autograded
-test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.ipynb` executed.
+A master is a script in jupytext's percent format. A cell marked `exercise="name"` is an exercise. Either it imports library
+objects, and the notebooks show their sources (blank for the learner), or it holds its answer between nbgrader's markers. A cell
+that calls `check("name")` is nbgrader's autograded test. `notebooks/NN_name.ipynb` is the learner's notebook,
+`solutions/NN_name.ipynb` the executed one.
 
-A cell marked `numbers=true` is in neither: its names are those that `{result: EXPRESSION | FORMAT}` in the text may use
-(`course/bench/results`), so that prose states recorded numbers without repeating them.
+A cell marked `numbers=true` is in neither notebook. It defines the names for `{result: EXPRESSION | FORMAT}` in the text
+(`course/bench/results`), so that the text never repeats recorded numbers by copy.
 """
 
 import ast
@@ -33,21 +33,21 @@ from course.lab.notebook import BUILDING
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-ROOT = stubs.PACKAGE.parent                          # where notebooks/ and solutions/ lie, in a clone
-SHIPPED = stubs.PACKAGE / "given"                    # what a wheel has instead
-BUILDER_VERSION = "1"                                # of this builder: a new one makes all notebooks stale
+ROOT = stubs.PACKAGE.parent                          # holds notebooks/ and solutions/ in a clone
+SHIPPED = stubs.PACKAGE / "given"                    # the same files in a wheel
+BUILDER_VERSION = "1"                                # a new version makes all notebooks stale
 CELL_TIMEOUT = 900                                   # seconds that a cell may take
 CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
 SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
 QUOTE = re.compile(r"^> \*\*(\w+)(?:.*\n?)(?:^>.*\n?)*", re.MULTILINE)
 TASK = re.compile(r"^(## Exercise: .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
-BARS = {"Predict": "#D55E00", "Question": "#0072B2", "Exercise": "#009E73"}     # colors that the color-blind tell apart
-MIN_LEAK = 30                                        # characters of an answer's statement that tell something
+BARS = {"Predict": "#D55E00", "Question": "#0072B2", "Exercise": "#009E73"}     # colorblind-safe
+MIN_LEAK = 30                                        # answer lines at least this long count as leaks
 
 
 def masters(names: list[str], root: Path = ROOT) -> list[Path]:
-    """The masters of these names (such as 01 or 01_baseline), or all."""
+    """The masters with these names (such as 01 or 01_baseline), or all. Raises `CourseError` if one is missing."""
     paths = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
     if not paths:
         raise CourseError(f"{root}/solutions holds no lessons' masters: use the `course` of a clone of the repository; "
@@ -59,9 +59,9 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
 
 
 def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
-    """Write the notebooks of these lessons, executing those whose code, or what it shows, is not what it was.
+    """Write the notebooks of these lessons, and execute those whose code, or what it shows, has changed.
 
-    Text alone, points and what else nbgrader is told are written without executing anything: outputs stay.
+    If only text, points or other nbgrader metadata changed, it executes nothing and keeps the outputs.
     """
     for master in masters(names, root):
         write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
@@ -77,14 +77,14 @@ def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
 
 
 def take_outputs(notebook: Any, executed: Any) -> None:
-    """Give a notebook's code cells the outputs of the same cells of an executed one."""
+    """Copy the outputs of an executed notebook to the same code cells of another."""
     own, other = ([cell for cell in book.cells if cell.cell_type == "code"] for book in (notebook, executed))
     for cell, before in zip(own, other, strict=True):
         cell.outputs, cell.execution_count = before.outputs, before.execution_count
 
 
 def verify(names: list[str], root: Path = ROOT) -> list[str]:
-    """What `build --check` finds: a sentence for everything that is stale or gives an answer away."""
+    """The findings of `build --check`: a sentence for everything that is stale or reveals an answer."""
     problems = []
     for master in masters(names, root):
         for folder, wanted in (("notebooks", learner_notebook(master)), ("solutions", instructor_notebook(master))):
@@ -105,10 +105,10 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
 
 
 def copy(folder: Path, home: Path | None = None) -> None:
-    """Put the blank notebooks in folder/notebooks and the scripts for clusters in folder/submit.
+    """Copy the blank notebooks to folder/notebooks and the scripts for clusters to folder/submit.
 
-    They come from `home`, a clone or what a wheel has brought. What is there already and equal stays. Raises `CourseError`,
-    having written nothing, where another file of such a name is there.
+    They come from `home`, a clone or the files inside a wheel. Identical files stay. Raises `CourseError`, before writing
+    anything, if a file of the same name has other contents.
     """
     home = home or (SHIPPED if SHIPPED.is_dir() else ROOT)
     names = shipped_files.list_files(home)
@@ -133,14 +133,14 @@ def copy(folder: Path, home: Path | None = None) -> None:
 
 
 def instructor_notebook(master: Path) -> Any:
-    """The notebook with answers between their markers, not executed."""
+    """The notebook with answers between nbgrader's markers, not executed."""
     notebook = read_master(master)
     notebook.metadata = notebook_cells.new_metadata({"lesson": master.stem[:2], "source": source_digest(master)})
     return notebook
 
 
 def read_master(master: Path) -> Any:
-    """A master's cells, with answers expanded, numbers filled in and what nbgrader is told."""
+    """Read a master's cells, expand its answers, fill in its numbers and add nbgrader's metadata."""
     notebook = notebook_cells.load_notebook(master)
     fill_numbers(notebook)
     for number, cell in enumerate(notebook.cells):
@@ -156,7 +156,7 @@ def read_master(master: Path) -> Any:
 
 
 def fill_numbers(notebook: Any) -> None:
-    """Take the cells marked `numbers=true` out; what they define fills the text's `{result: ...}`. Raises `CourseError`."""
+    """Remove the cells marked `numbers=true`, and fill `{result: ...}` in the text from them. Raises `CourseError`."""
     names = defined("\n".join(cell.source for cell in notebook.cells if cell.metadata.get("numbers")))
     notebook.cells = [cell for cell in notebook.cells if not cell.metadata.get("numbers")]
     for cell in notebook.cells:
@@ -165,7 +165,7 @@ def fill_numbers(notebook: Any) -> None:
 
 
 def boxed(text: str) -> str:
-    """A cell's text with a bar of its own color beside each prediction, question and exercise; letters keep the page's colors."""
+    """A cell's text with a colored bar beside each prediction, question and exercise; letters keep the page's color."""
     def box(color: str, inner: str) -> str:
         return f'<div style="border-left: 6px solid {color}; padding-left: 1em">\n\n{inner.strip()}\n\n</div>\n'
 
@@ -179,7 +179,7 @@ def boxed(text: str) -> str:
 
 @cache
 def defined(source: str) -> dict[str, Any]:
-    """The names that code defines, beside those that read recorded results."""
+    """The names that `source` defines, plus `value` and `load`, which read recorded results."""
     names: dict[str, Any] = {"value": results.value, "load": results.load}
     exec(source, names)
     return names
@@ -195,7 +195,7 @@ def learner_notebook(master: Path) -> Any:
 
 
 def expand_answer(source: str, exercise: Exercise) -> str:
-    """An exercise's cell with its answer: imports of the exercise's own objects become their sources."""
+    """An exercise's cell with its answer: replace imports of the exercise's objects by their sources."""
     if stubs.BEGIN in source:
         return source
     modules = {dotted.rpartition(".")[0]: dotted for dotted in exercise.objects}
@@ -207,13 +207,13 @@ def expand_answer(source: str, exercise: Exercise) -> str:
 
 
 def nbgrader_metadata(name: str, solution: bool) -> dict[str, Any]:
-    """A cell's metadata for nbgrader: an answer to collect, or a test to run."""
+    """nbgrader's metadata for a cell: an answer to collect, or a test to run."""
     return {"grade_id": name, "solution": solution, "grade": not solution, "locked": not solution, "task": False,
             "schema_version": 3}
 
 
 def source_digest(master: Path) -> str:
-    """Of all that outputs depend on: the code cells, the library objects that they show, recorded results; and this builder."""
+    """A digest of everything that outputs depend on: code cells, the library objects and results they show, this builder."""
     code = notebook_cells.code_cells(read_master(master))
     text = "\n".join(code)
     shown = sorted(set(SHOW_CALL.findall(text)))
@@ -223,24 +223,24 @@ def source_digest(master: Path) -> str:
 
 
 def is_stale(master: Path, notebook: Path) -> bool:
-    """Whether a notebook is missing or was made from something else than what is there now."""
+    """Whether a notebook is missing, or its sources have changed since it was built."""
     if not notebook.is_file():
         return True
     return notebook_cells.load_notebook(notebook).metadata.get("course", {}).get("source") != source_digest(master)
 
 
 def cell_texts(notebook: Any) -> list[tuple[str, str]]:
-    """Each cell's kind and source; outputs, which contain timings, are left aside."""
+    """Each cell's type and source. Outputs are left out, because they contain timings."""
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
 def all_nbgrader_metadata(notebook: Any) -> list[dict[str, Any]]:
-    """What nbgrader is told of each cell."""
+    """Each cell's metadata for nbgrader."""
     return [cell.metadata.get("nbgrader", {}) for cell in notebook.cells]
 
 
 def find_leaks(notebook: Any, solved: Any) -> Iterator[str]:
-    """Where a learner's notebook gives an answer away: outputs, markers, or a statement of an answer."""
+    """Find where a learner's notebook reveals an answer: by outputs, markers, or a line of an answer."""
     texts = [cell.source for cell in notebook.cells]
     if any(cell.get("outputs") or cell.get("attachments") for cell in notebook.cells):
         yield "has outputs"
@@ -254,7 +254,7 @@ def find_leaks(notebook: Any, solved: Any) -> Iterator[str]:
 
 
 def answer_lines(source: str) -> Iterator[str]:
-    """The lines between markers, comments aside."""
+    """The lines between the markers, without comments."""
     inside = False
     for line in source.splitlines():
         if stubs.BEGIN in line or stubs.END in line:
@@ -264,17 +264,17 @@ def answer_lines(source: str) -> Iterator[str]:
 
 
 def without_spaces(text: str) -> str:
-    """Without white space."""
+    """A text without whitespace."""
     return "".join(text.split())
 
 
 def execute(notebook: Any, folder: Path) -> Any:
-    """Run all cells in a fresh kernel; outputs keep nothing of this machine's paths. Raises where a cell fails."""
+    """Run all cells in a fresh kernel, and remove this machine's paths from outputs. Raises `CourseError` if a cell fails."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     folder.mkdir(exist_ok=True)
-    os.environ[BUILDING] = "1"                       # which the kernel inherits
+    os.environ[BUILDING] = "1"                       # inherited by the kernel
     metadata = notebook.metadata
     try:
         NotebookClient(notebook, timeout=CELL_TIMEOUT, kernel_name="python3", record_timing=False, store_widget_state=False,
@@ -282,7 +282,7 @@ def execute(notebook: Any, folder: Path) -> Any:
     except CellExecutionError as error:
         output_texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for cell in notebook.cells
                 for output in cell.get("outputs", [])]
-        where = next((line for line in str(error).splitlines()[1:] if line.strip("- ")), "")     # below nbclient's own words
+        where = next((line for line in str(error).splitlines()[1:] if line.strip("- ")), "")     # below nbclient's header
         raise CourseError("\n".join([f"lesson {metadata['course']['lesson']} does not run; the cell that begins with",
                                      f"    {where}", f"stopped with {error.ename}: {error.evalue}",
                                      *output_texts[-2:]])) from None
@@ -294,7 +294,7 @@ def execute(notebook: Any, folder: Path) -> Any:
 
 
 def scrub_outputs(notebook: Any, root: Path) -> None:
-    """Keep of the outputs what means something elsewhere: no folders of this machine, no widgets without their kernel."""
+    """Remove from outputs what means nothing elsewhere: this machine's folders, and widgets without their kernel."""
     import nbformat
 
     names = {str(root): "~/course", sys.prefix: "~/course/.venv", sys.base_prefix: "~/python", str(Path.home()): "~"}
@@ -307,12 +307,12 @@ def scrub_outputs(notebook: Any, root: Path) -> None:
 
 
 def without_widget(output: Any) -> bool:
-    """Take the widget out of an output; whether a picture is left in its place, which a progress bar has not."""
+    """Remove the widget from an output; returns whether the output stays. A progress bar, without an image, goes."""
     return output.get("data", {}).pop(WIDGET, None) is None or "image/png" in output["data"]
 
 
 def write_notebook(notebook: Any, path: Path) -> None:
-    """Write a notebook whole, if it differs from what is there."""
+    """Write a notebook atomically, if it differs from the file."""
     import nbformat
 
     text = nbformat.writes(notebook) + "\n"

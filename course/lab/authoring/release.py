@@ -1,4 +1,4 @@
-"""`course release`: what learners get."""
+"""`course release`: write the course that learners get."""
 
 import os
 import re
@@ -16,32 +16,32 @@ RELEASED = (".gitignore", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"
             "MANIFEST.in", "constraints.txt", "environment.yml", "docs", "course", "experiments", "examples", "data/README.md",
             "submit", "tests")
 NOT_RELEASED = ("__pycache__", ".*", "*.pyc", "*.egg-info")
-GENERATED_DOCS = ("api",)                            # of docs: what `make docs` writes there
+GENERATED_DOCS = ("api",)                            # in docs: written by `make docs`
 LINK = re.compile(r"\]\([\w./]*?(\d\d_\w+)\.ipynb")
-ANSWER_TESTS = ("lab",)                              # of tests: what tests the lessons shows answers
+ANSWER_TESTS = ("lab",)                              # in tests: the tests of the lessons show answers
 
 
 def main(out: Path, root: Path = lessons.ROOT, hide_answers: bool = False) -> None:
-    """Write the course without its solutions, with blank notebooks, to a new folder.
+    """Write the course to a new folder, with blank notebooks and without its solutions.
 
-    Of a clone it takes what git tracks, and the site's script; it names what it leaves out.
-    hide_answers: the objects that exercises ask for are blank in its library, too, which still runs and checks.
-    Raises `CourseError` if the folder exists, if a notebook is stale or gives an answer away, or if something names a lesson that
-    is not there.
+    From a clone it copies the files that git tracks and the site's script, and it prints what it leaves out.
+    hide_answers: also blank the exercises' objects in the released library, which still runs and checks.
+    Raises `CourseError` if the folder exists, if a notebook is stale or reveals an answer, or if a page links to a missing
+    lesson.
     """
     if out.exists():
         raise CourseError(f"{out} exists: name a folder that does not, or remove it first")
     if found := lessons.verify([], root) + dangling_links(root):
         raise CourseError("\n".join(["not released:", *found]))
-    notebooks = [f"notebooks/{master.stem}.ipynb" for master in lessons.masters([], root)]      # no copies that lie beside them
+    notebooks = [f"notebooks/{master.stem}.ipynb" for master in lessons.masters([], root)]      # without stray copies
     with atomic(out) as temporary:
         for name in files_to_release(root, notebooks):
             source, target = root / name, temporary / name
-            if source.is_symlink() or source.is_file():              # git also lists what was deleted, and submodules
+            if source.is_symlink() or source.is_file():              # git also lists deleted files and submodules
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target, follow_symlinks=False)             # submit/site as a file means something else
+                shutil.copy2(source, target, follow_symlinks=False)             # as a plain file submit/site means something else
         ignored = temporary / ".gitignore"
-        if (temporary / "submit" / "site").exists() and ignored.is_file():      # it goes into whatever repository this becomes
+        if (temporary / "submit" / "site").exists() and ignored.is_file():      # a repository made from this tracks it
             ignored.write_text(ignored.read_text(encoding="utf-8").replace("submit/site\n", ""))
         if hide_answers:
             hide_in_package(temporary / "course")
@@ -52,7 +52,7 @@ def main(out: Path, root: Path = lessons.ROOT, hide_answers: bool = False) -> No
 
 
 def hide_in_package(package: Path) -> None:
-    """Blank what exercises ask for in a copy of this package, and pack the modules as they were, and the known mistakes."""
+    """Blank the exercises' objects in a copy of this package, and pack the original modules and the known mistakes."""
     answers = {dotted for exercise in all_exercises().values() for dotted in exercise.objects}
     blank_texts = stubs.blanked_modules(sorted(answers))
     mistakes = [path for path in (stubs.PACKAGE / "lab" / "mistakes").glob("*.py") if path.name != "__init__.py"]
@@ -69,7 +69,7 @@ def hide_in_package(package: Path) -> None:
 
 
 def files_to_release(root: Path, notebooks: list[str]) -> list[str]:
-    """The files to release, by their paths below the root; prints what is left out or may not be meant."""
+    """The files to release, as paths below the root. Prints files that it leaves out or that may be released by mistake."""
     places = (*RELEASED, *notebooks)
     if not (root / ".git").exists():
         print(f"{root} is no git clone, so that nothing says which files belong to the course: look through what is released")
@@ -77,7 +77,7 @@ def files_to_release(root: Path, notebooks: list[str]) -> list[str]:
         return [name for path in found if not path.is_dir() or path.is_symlink()
                 if is_released(name := str(path.relative_to(root)))]
     tracked = [name for name in list_git_files(root, "--cached", "--", *places) if is_released(name)]
-    site = root / "submit" / "site"                  # deliberately not in git; its script may be new
+    site = root / "submit" / "site"                  # never in git; the script it links to may be new
     scripts = {path.relative_to(root).as_posix() for path in (site, site.resolve())
                if site.exists() and path.is_relative_to(root / "submit")}
     for option, why in (("--others", "left out, since git does not track them"),
@@ -90,8 +90,8 @@ def files_to_release(root: Path, notebooks: list[str]) -> list[str]:
 
 
 def list_git_files(root: Path, *options: str) -> list[str]:
-    """The files that `git ls-files` names. Raises `CourseError` where git does not work."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}       # as in a hook
+    """The files that `git ls-files` lists. Raises `CourseError` if git fails."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}       # a hook sets GIT_ variables
     command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "ls-files", "-z", *options]
     try:
         done = subprocess.run(command, cwd=root, env=plain, capture_output=True)
@@ -104,14 +104,14 @@ def list_git_files(root: Path, *options: str) -> list[str]:
 
 
 def is_released(name: str) -> bool:
-    """Whether a file that lies in a released place is for learners."""
+    """Whether a file in a released folder is for learners."""
     parts = Path(name).parts
     left = {"tests": ANSWER_TESTS, "docs": GENERATED_DOCS}.get(parts[0], ())
     return name in RELEASED or not any(fnmatch(part, pattern) for part in parts for pattern in (*NOT_RELEASED, *left))
 
 
 def dangling_links(root: Path) -> list[str]:
-    """The lines of pages and lessons that link to notebooks of lessons without a master, each in a sentence."""
+    """A sentence for each line of a page or lesson that links to the notebook of a lesson without a master."""
     there = {master.stem for master in lessons.masters([], root)}
     pages = [root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("submit/*.md")), *lessons.masters([], root)]
     return [f"{page.relative_to(root)}, line {number}: there is no lesson {name}: take the line out, or bring its master back"

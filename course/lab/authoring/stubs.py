@@ -1,8 +1,8 @@
-"""Exercises whose answer is an object of the library: its source shown whole, or blank.
+"""Show a library object's source whole, as an exercise's answer, or blank, as its stub.
 
-An object is named by its dotted name, such as `course.models.vit.RelativeL2`, and is a function or class
-at the top of a module. Its answer is its source; its blank keeps signatures, docstrings and shape
-comments and raises "not implemented yet". So an answer exists once, and is the code that the tests cover.
+An object is a top-level function or class, given by its dotted name, such as `course.models.vit.RelativeL2`. Its source is the
+answer. Its blank keeps signatures, docstrings and the shape comments on signatures, and raises "not implemented yet". So every
+answer exists once, as the code that the tests cover.
 """
 
 import ast
@@ -19,20 +19,20 @@ from course.utils.errors import CourseError
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"  # nbgrader's own markers
 STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
-PACKAGE = Path(__file__).parents[2]                  # the folder of `course` itself
-# what a copy of the package leaves out: mistakes are nearly answers, and no answer needs recorded data
+PACKAGE = Path(__file__).parents[2]                  # the folder of `course`
+# not copied with the package: mistakes are nearly answers, and no answer needs recorded data
 IGNORED = ("__pycache__", "mistakes", "*.json", Path(hidden_answers.ARCHIVE).name)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class LibraryObject:
-    """A function or class at the top of a module of the library."""
+    """A top-level function or class of a library module."""
 
     module: str                                      # course.models.vit
     name: str                                        # RelativeL2
     file: Path
-    text: str                                        # of the whole module
+    text: str                                        # source of the whole module
     tree: ast.Module
     node: Function | ast.ClassDef
 
@@ -43,9 +43,9 @@ class LibraryObject:
 
 
 def find_object(dotted: str) -> LibraryObject:
-    """Look an object of the library up, without importing its module."""
+    """Look up a library object without importing its module. Raises `CourseError` if there is none."""
     module, _, name = dotted.rpartition(".")
-    spec = find_spec(module) if module.startswith("course") else None       # no other package is ours to show
+    spec = find_spec(module) if module.startswith("course") else None       # only the course's own package
     if spec is None or spec.origin is None:
         raise CourseError(f"{dotted}: the library has no module {module}")
     file = Path(spec.origin)
@@ -58,16 +58,16 @@ def find_object(dotted: str) -> LibraryObject:
 
 
 def answer_source(*objects: str, marked: bool = False) -> str:
-    """The sources of objects that share a cell, below the imports that they need, each of them once.
+    """The sources of objects that share a cell, below the imports that they need, without duplicates.
 
-    `marked` puts what is to be written between nbgrader's markers.
+    `marked` puts the parts that the learner writes between nbgrader's markers.
     """
     every = list(map(find_object, objects))
     return needed_imports(every) + "\n\n".join(object_source(found, marked) for found in every)
 
 
 def object_source(library_object: LibraryObject, marked: bool) -> str:
-    """An object's source without imports."""
+    """An object's source, without imports."""
     lines = without_type_notes(library_object.text)
     first, last = library_object.lines
     if marked:
@@ -78,7 +78,7 @@ def object_source(library_object: LibraryObject, marked: bool) -> str:
 
 
 def clear_answers(text: str) -> str:
-    """Replace what stands between the markers by the stub, as nbgrader does."""
+    """Replace the lines between the markers by the stub, as nbgrader does."""
     lines, inside = [], False
     for line in text.splitlines():
         if BEGIN in line:
@@ -92,9 +92,9 @@ def clear_answers(text: str) -> str:
 
 
 def answer_bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
-    """(first line, last line, indentation) of the body, docstring aside, of each function that is a unit of its own.
+    """(first line, last line, indentation) of the body, without docstring, of each function or method.
 
-    An `__init__` without a docstring only names what a module has: it is given, not asked for.
+    It skips an `__init__` without a docstring: that one only sets attributes, so the learner gets it.
     """
     if isinstance(node, ast.ClassDef):
         for child in node.body:
@@ -109,13 +109,13 @@ def answer_bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
 
 
 def last_line_of_signature(node: Function) -> int:
-    """The line on which `def ...:` ends."""
+    """The last line of `def ...:`."""
     parts = [node.lineno, *(a.end_lineno or 0 for a in ast.walk(node.args) if isinstance(a, ast.expr | ast.arg))]
     return max(parts + ([node.returns.end_lineno or 0] if node.returns else []))
 
 
 def needed_imports(objects: Sequence[LibraryObject]) -> str:
-    """The import lines that the sources of these objects need outside of their modules."""
+    """The import lines that these objects' sources need outside their modules."""
     lines: list[str] = []
     known = {found.name for found in objects} | set(dir(builtins))
     for module in dict.fromkeys(found.module for found in objects):
@@ -139,21 +139,21 @@ def needed_imports(objects: Sequence[LibraryObject]) -> str:
 
 
 def shown_source(dotted: str) -> str:
-    """An object's source, for a lesson to show."""
+    """An object's source as lessons show it."""
     library_object = find_object(dotted)
     first, last = library_object.lines
     return "\n".join(without_type_notes(library_object.file.read_text(encoding="utf-8"))[first - 1:last]) + "\n"
 
 
 def without_type_notes(text: str) -> list[str]:
-    """The lines of a module without its notes to the type checker."""
+    """The lines of a module without its comments for the type checker."""
     return [re.sub(r"\s*# type: ignore(\[[^]]*\])?", "", line) for line in text.splitlines()]
 
 
 def build_blanked_package(objects: Sequence[str], folder: Path) -> Path:
-    """Copy the package to `folder`/course with these objects blank; returns `folder`, to stand first on PYTHONPATH.
+    """Copy the package to `folder`/course with these objects blank; returns `folder`, to be first on PYTHONPATH.
 
-    Known mistakes are left out: they are nearly answers.
+    It leaves out the known mistakes, which are nearly answers.
     """
     target = folder / "course"
     shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns(*IGNORED))
@@ -165,7 +165,7 @@ def build_blanked_package(objects: Sequence[str], folder: Path) -> Path:
 
 
 def blanked_modules(objects: Sequence[str]) -> dict[Path, str]:
-    """The texts of the modules of these objects, by their files, with the objects blank and every line where it was."""
+    """The texts of these objects' modules, by file, with the objects blank and all line numbers unchanged."""
     groups: dict[Path, list[LibraryObject]] = {}
     for found in map(find_object, objects):
         groups.setdefault(found.file, []).append(found)

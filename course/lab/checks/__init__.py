@@ -1,1 +1,1 @@
-"""Exercises checked: the answer in a notebook, its inputs, the verdict and its hint."""
+"""Checking exercises: find the answer in a notebook, draw its inputs, give a verdict and a hint."""

@@ -1,6 +1,6 @@
-"""Check an answer: run it in a process of its own, compare what it returns with the library's, say what held.
+"""Check an answer: run it in a separate process, compare its outputs with the library's, and say which claims hold.
 
-The process receives inputs and returns tensors. What they should be, and the verdict, stay here.
+The separate process receives inputs and returns tensors. The expected outputs and the verdict stay in this process.
 """
 
 import atexit
@@ -40,37 +40,37 @@ from course.utils.errors import CourseError
 
 MAX_OUTPUT_BYTES = 200_000_000                       # bytes of an outputs file
 MAX_HEADER_BYTES = 100_000                           # bytes of its header
-MAX_EXTRA_OUTPUTS = 20                               # tensors in it, besides those that the exercise claims something of
-MAX_COMPARED = 2000                                  # characters of a line of it that are compared with those of known mistakes
-MAX_ERROR = 8000                                     # characters of an error that are kept, the last ones
-# of the system's reasons those that are no answer's fault, unless its own line met them
+MAX_EXTRA_OUTPUTS = 20                               # tensors in it, besides those with a claim
+MAX_COMPARED = 2000                                  # characters of an error's first line that are compared
+MAX_ERROR = 8000                                     # characters kept of an error, from its end
+# system errors that are not the answer's fault, unless a line of the answer caused them
 MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.EADDRINUSE)
 MACHINE_MESSAGES = {"The ranks did not start": 0, "can't start new thread": errno.EAGAIN, "the disk is full": errno.ENOSPC,
-        "can't allocate memory": errno.ENOMEM}       # the same in other words
-MAX_SHOWN = 8                                        # numbers that are shown one by one
+        "can't allocate memory": errno.ENOMEM}       # the same errors in other words
+MAX_SHOWN = 8                                        # outputs of up to this many numbers are shown in full
 WRITES_INPUT = "do not write into {}; work on a copy"
 ENDED_HINT = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, "
               "os._exit) or makes it crash")
-HINT_SEPARATOR = "; or: "                            # between the hints of mistakes that stop in just the same way
+HINT_SEPARATOR = "; or: "                            # between hints of mistakes that stop with equally similar errors
 UNKNOWN_ON_RANKS = f"{UNKNOWN}, printing what each rank has; is every call with async_op=True waited for?"
 UNKNOWN_CASE = "no known mistake gives these numbers: take the case that is named, and go through your code with it, line by line"
 TRY_AGAIN = "run the cell, and check again"          # in a notebook
 EARLIER_UNWRITTEN = "it calls what an earlier exercise asks for, which is not written yet"
 UNWRITTEN = "it is not written yet"
-TRAINING_OUTPUTS = ("losses", "trained", "weights")  # so end the names of outputs of a training
-HIDDEN_ERRORS = {                                    # what stopped an answer, where its own words are left out
+TRAINING_OUTPUTS = ("losses", "trained", "weights")  # suffixes of the outputs of a training
+HIDDEN_ERRORS = {                                    # what stopped an answer, without quoting the answer
     "InvalidReturn": "what your code returned cannot be used: compare its type and shape with what the docstring says",
     "ranks": "the ranks did not meet in the same collectives",
     "late": "it took too long",
     "ended": "it ended before it returned anything",
 }
 HIDDEN_ERROR = "it stopped with an error, which is left out: it could show hidden inputs"
-RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
+RANK_SECONDS = 30.0                                  # how long ranks wait for one another: half the default time limit
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that held, or did not, or was not even tried."""
+    """One claim: it held, failed, or was not tried."""
 
     held: bool
     text: str
@@ -79,57 +79,57 @@ class Fact:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found. It passed if there are facts and all of them held."""
+    """The result of a check. It passed if there are facts and all of them held."""
 
     exercise: str
     facts: tuple[Fact, ...]
     hint: str = ""
     output: str = ""                                 # what the answer printed
     seed: int = 0
-    seconds: float = 0.0                             # that whoever called the check waited
+    seconds: float = 0.0                             # wall-clock time of the whole check
     version: str = ""                                # of the check
-    isolation: str = ""                              # what the answer was kept from
-    late: bool = False                               # it took too long, which a busy machine can be the cause of
-    of: int = 0                                      # facts that there are if nothing stops the check early
-    unchecked: bool = False                          # this machine failed, so that nothing is known about the answer
+    isolation: str = ""                              # how the answer was isolated, in words
+    late: bool = False                               # it took too long, perhaps because the machine is busy
+    of: int = 0                                      # number of facts if nothing stops the check early
+    unchecked: bool = False                          # this machine failed, so nothing is known about the answer
 
     @property
     def passed(self) -> bool:
-        """Whether all facts held; without any, nothing was checked, and it did not pass."""
+        """Whether there are facts and all of them held."""
         return bool(self.facts) and all(fact.held for fact in self.facts)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one answer on so many ranks: tensors of each rank, or what stopped it."""
+    """One run of an answer: each rank's output tensors, or the error that stopped it."""
 
     outputs: tuple[Tensors, ...] = ()
-    kind: str = ""                                   # of error: an exception's name, "ranks", "late" or "ended"
+    kind: str = ""                                   # kind of error: an exception's name, "ranks", "late" or "ended"
     error: str = ""
-    cure: str = ""                                   # what to do about it, where that is plain
-    hidden_error: str = ""                           # the error without a word that the answer can have chosen
-    machine_failure: str = ""                        # how this machine failed, in the system's words, as far as the process says
-    maybe_answer: bool = False                       # that may as well be the answer's own doing
+    cure: str = ""                                   # what to do about it, if known
+    hidden_error: str = ""                           # the error in words that the answer cannot have chosen
+    machine_failure: str = ""                        # how this machine failed, in the system's words; the process reports it
+    maybe_answer: bool = False                       # the answer itself may have caused that failure
 
 
 def check_answer(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
             layers: sandbox.Layers | None = None, again: str = TRY_AGAIN, looking: Callable[[], object] = lambda: None,
             believing: bool = False) -> Verdict:
-    """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more.
+    """Run the answer on each number of ranks that the exercise names, and return the verdict.
 
-    looking: called before a wrong answer is compared with known mistakes, which takes several times as long as all else.
-    believing: an answer's word that this machine failed is taken, since whoever calls tries once more.
+    again: how the learner tries again, for the hint. looking: called before the slow part, comparing a wrong answer with known
+    mistakes. believing: accept the answer's report of a machine failure, because the caller will retry.
     """
     begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
     layers = layers or sandbox.layers()
-    blanked_package(exercise.objects)                        # made once, before two ask for it
+    blanked_package(exercise.objects)                        # build it before two threads ask for it
     with ThreadPoolExecutor(1) as beside:
         for size in exercise.sizes:
-            expected = beside.submit(expected_run, exercise.name, seed, hidden, size)        # kept, for when `compare_run` asks
+            expected = beside.submit(expected_run, exercise.name, seed, hidden, size)        # cached for `compare_run`
             (run,), ended = run_answers(exercise, [(answer, inputs)], size, layers)
             output, late = output + ended.output, run.kind == "late"
-            expected.result()                        # where ours does not run either, nothing is known about the answer
+            expected.result()                        # raises if the right answer does not run here either
             if run.machine_failure and (believing or not run.maybe_answer):
                 return unchecked_verdict(exercise, run.machine_failure, seed, hidden)
             new_facts, hint = compare_run(exercise, run, seed, hidden, size, looking)
@@ -146,14 +146,14 @@ def unreadable_verdict(exercise: Exercise, problem: str, hint: str, seed: int = 
 
 
 def unchecked_verdict(exercise: Exercise, why: str, seed: int, hidden: bool) -> Verdict:
-    """The verdict where this machine failed: no mark, and tried again by the next run."""
+    """The verdict when this machine failed: no mark; the next run tries again."""
     fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
     hint = "nothing for you to do: whoever grades runs it again" if hidden else f"mend that, and {TRY_AGAIN}"
     return Verdict(exercise.name, (fact,), hint, seed=seed, version=exercise.version, unchecked=True)
 
 
 def describe_isolation(layers: sandbox.Layers) -> str:
-    """How an answer runs here, to go after "your code ran"."""
+    """How an answer runs here, to complete "your code ran ..."."""
     if layers.namespaces:
         return "isolated from your files, processes and network"
     return "as an unprivileged user" if layers.user else "within limits on time, memory and disk"
@@ -161,12 +161,12 @@ def describe_isolation(layers: sandbox.Layers) -> str:
 
 def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
           looking: Callable[[], object] = lambda: None) -> tuple[list[Fact], str]:
-    """The facts, and a hint if one of them did not hold."""
+    """The facts of a run, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
         message = run.hidden_error if hidden else describe_stop(exercise, run)
         if hidden and earlier_unwritten(exercise, run):
-            message = EARLIER_UNWRITTEN                           # without its name, which an answer can choose
+            message = EARLIER_UNWRITTEN                           # without the name: an answer can choose it
         return [Fact(False, where_run + message)], hint_for_error(exercise, run, seed, hidden, size, looking)
     expected = expected_run(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
@@ -181,9 +181,9 @@ def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int
 
 
 def claim_fact(claim: str, differences: Sequence[str], untried: str = "", hidden: bool = False) -> Fact:
-    """Whether a claim holds, from what each rank has against it; a rank is named if not all say the same.
+    """The fact for a claim, from each rank's difference ("" if none). It names a rank if the ranks differ.
 
-    Of hidden inputs none is named: an answer can choose which one."""
+    On hidden inputs it names no rank: an answer can choose which one fails."""
     if not any(differences):
         return Fact(True, claim)
     if untried and untried in differences:
@@ -194,10 +194,10 @@ def claim_fact(claim: str, differences: Sequence[str], untried: str = "", hidden
 
 
 def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run], hidden: bool = False) -> str:
-    """The hint of the mistake that gives just these outputs; or else of one that gives those which it is known by; or else of one
-    that gives those which it makes wrong, for who made two mistakes, each with outputs of its own.
+    """The hint for wrong outputs, from the first known mistake that matches: on all outputs; on those in its `by`; or on the
+    outputs that it makes wrong, for learners who made two mistakes in different outputs.
 
-    Of hidden inputs nothing is said that depends on the numbers: an answer can choose them.
+    If none matches on hidden inputs, the hint does not depend on the numbers: an answer can choose them.
     """
     def same(one: Run, other: Run, keys: Collection[str]) -> bool:
         return not any(difference(a[key], b.get(key), exercise.tolerance)
@@ -220,7 +220,7 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
 
 
 def hint_for_unknown(exercise: Exercise, run: Run, expected: Run) -> str:
-    """What to say of outputs that no known mistake gives."""
+    """The hint for outputs that match no known mistake."""
     ranks = list(zip(expected.outputs, run.outputs, strict=True))
     wrong = {key: [differing(exercise, one.get(key), other.get(key)) for one, other in ranks] for key in exercise.claims}
     broken = {key: pairs for key, pairs in wrong.items() if any(pairs)}
@@ -228,28 +228,28 @@ def hint_for_unknown(exercise: Exercise, run: Run, expected: Run) -> str:
     values = [key for key in broken if key not in exercise.flags]
     if not values:
         return diagnosis.diagnose_flags(codes) if broken else general_hint(exercise, len(run.outputs))
-    fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # on which it was right, or nobody had got here
+    fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # it passed there, or the check had stopped
     diagnose = diagnosis.diagnose_training if values[0].endswith(TRAINING_OUTPUTS) else diagnosis.diagnose_numbers
     hints = [diagnose(broken[values[0]], fewer), diagnosis.diagnose_flags(codes) if min(codes, default=0) < 0 else ""]
     return "; besides, ".join(filter(None, hints)) or general_hint(exercise, len(run.outputs))
 
 
 def differing(exercise: Exercise, expected: Tensor | None, actual: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both, if they differ and there is something to compare."""
+    """Both tensors if they differ and there is something to compare, else None."""
     if expected is None or actual is None or not actual.numel() or not difference(expected, actual, exercise.tolerance):
         return None
     return expected, actual
 
 
 def general_hint(exercise: Exercise, size: int) -> str:
-    """What to say of outputs on so many ranks of which nothing else can be said."""
+    """The fallback hint for outputs on `size` ranks."""
     if exercise.unknown != UNKNOWN:
         return exercise.unknown
     return UNKNOWN_CASE if exercise.cases else UNKNOWN_ON_RANKS if size > 1 else UNKNOWN
 
 
 def describe_stop(exercise: Exercise, run: Run) -> str:
-    """What stopped an answer, as a sentence."""
+    """Describe what stopped an answer, as a sentence."""
     if name := earlier_unwritten(exercise, run):
         return f"it calls `{name}`, which is not written yet"
     if is_unwritten(run.kind, run.error):
@@ -258,19 +258,19 @@ def describe_stop(exercise: Exercise, run: Run) -> str:
 
 
 def earlier_unwritten(exercise: Exercise, run: Run) -> str:
-    """What another exercise asks for and this answer calls, where that is still blank; "" if it did not stop there."""
+    """The still blank object of another exercise at which this answer stopped; "" if it stopped elsewhere."""
     found = re.match(r"(?:ranks? [^:]*: )?NotImplementedError: `(\w+)`: not implemented yet", run.error)
     theirs = {name for other in all_exercises().values() for name in other.names} - {*exercise.names}
     return found[1] if found and found[1] in theirs else ""
 
 
 def is_unwritten(kind: str, text: str) -> bool:
-    """Whether an answer stopped at the blank itself."""
+    """Whether an answer stopped because it is still blank."""
     return kind == "NotImplementedError" and "not implemented yet" in text
 
 
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
-    """The hint of a known mistake that stops in the same way, or a general one."""
+    """The hint for an answer that stopped: of a known mistake that stops in the same way, or a general one."""
     if name := earlier_unwritten(exercise, run):
         return f"write {'that' if hidden else f'`{name}`'} first, in the earlier exercise that asks for it: {TRY_AGAIN}"
     if run.kind == "NotImplementedError":
@@ -280,7 +280,7 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
         return f"seen here before: {seen}. Else {ENDED_HINT}" if seen and run.kind == "late" else ENDED_HINT
     looking()
     slips = reference_runs(exercise.name, seed, hidden, size)[1:]
-    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # of the lines that they stopped at
+    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # code lines included
              for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True)
              if slip.error and comparable_line(slip.error) == comparable_line(run.error)}
     if alike:
@@ -291,32 +291,32 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
 
 
 def comparable_line(error: str) -> str:
-    """The first line of an error without what is another each time: folders of this run, gloo's clock, lines of the answer."""
+    """The first line of an error without what differs between runs: temporary folders, gloo's clock, lines of the answer."""
     return re.sub(rf"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/|line \d+ of {CELL}.*?(?=; rank|$)", "",
                   (error.splitlines() or [""])[0][:MAX_COMPARED])
 
 
 def comparable_mistakes(exercise: Exercise) -> list[Mistake]:
-    """The known mistakes that yield something to compare with."""
+    """The known mistakes that return something to compare with."""
     return [mistake for mistake in known_mistakes(exercise) if not mistake.silent]
 
 
 @lru_cache(maxsize=64)
 def expected_run(name: str, seed: int, hidden: bool, size: int) -> Run:
-    """What the right answer gives on these inputs: all that whoever passes waits for."""
+    """The run of the right answer on these inputs; an answer that passes waits for no other."""
     return run_trusted(name, [right(find(name))], seed, hidden, size)[0]
 
 
 @lru_cache(maxsize=64)
 def reference_runs(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
-    """What the right answer gives on these inputs, then what each comparable mistake gives."""
+    """The runs of the right answer and then of each comparable mistake on these inputs."""
     exercise = find(name)
     sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable_mistakes(exercise))]
     return run_trusted(name, sources, seed, hidden, size)
 
 
 def run_trusted(name: str, sources: Sequence[str], seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
-    """Runs of sources of ours, the first of which has to work."""
+    """Run our own sources. Raises `CourseError` if the first one, the right answer, fails."""
     exercise = find(name)
     inputs = exercise.draw(seed, hidden)
     runs, outcome = run_answers(exercise, [(whole_answer(source), inputs) for source in sources], size, None)
@@ -326,7 +326,7 @@ def run_trusted(name: str, sources: Sequence[str], seed: int, hidden: bool, size
 
 
 def difference(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
-    """How two tensors differ, in words; nothing if they agree to `tolerance`, relative, in the 2-norm."""
+    """How two tensors differ, in words; "" if their relative difference in the 2-norm is at most `tolerance`."""
     if got is None:
         return "nothing was returned"
     if got.shape != expected.shape:
@@ -341,16 +341,16 @@ def difference(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
 
 
 def claim_difference(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None) -> str:
-    """What there is against a claim: how its output differs, or that it was not tried."""
+    """Why a claim does not hold: how its output differs, or why it was not tried; "" if it holds."""
     if key in exercise.untried and got is not None and not got.numel():
         return exercise.untried[key]
     return difference(expected, got, exercise.tolerance)
 
 
 def describe_difference(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None, inputs: Tensors, hidden: bool) -> str:
-    """As `difference`, in words that help: a flag as a sentence, few numbers as what came and what is right.
+    """Like `difference`, in words that help: a flag as a sentence, a few numbers as returned and expected values.
 
-    Of hidden inputs no number is shown, nor any that the answer has chosen: whoever hands in again is graded on the same.
+    On hidden inputs it shows no numbers: a resubmission is graded on the same inputs.
     """
     difference = claim_difference(exercise, key, expected, got)
     if not difference or got is None or difference == exercise.untried.get(key):
@@ -374,28 +374,28 @@ def describe_difference(exercise: Exercise, key: str, expected: Tensor, got: Ten
 
 
 def describe_hidden_difference(expected: Tensor, got: Tensor) -> str:
-    """In what two tensors differ, without how."""
+    """Whether two tensors differ in shape, type or numbers, without saying how."""
     if got.shape != expected.shape:
         return "its shape is not what it should be"
     return "its type is not what it should be" if got.dtype != expected.dtype else "its numbers are not what they should be"
 
 
 def wrong_cases(expected: Tensor, got: Tensor, tolerance: float) -> list[int]:
-    """Which of several numbers differ, at least one if they do as a whole: not those next to zero, by what others round off."""
+    """The cases that differ, at least one if the tensors do. Differences the size of rounding in larger cases do not count."""
     threshold = tolerance * expected.double().norm().item() / len(expected)**0.5
-    wrong = [i for i in range(len(expected)) if difference(expected[i], got[i], tolerance)]      # each within it: so are all
-    large = [i for i in wrong if not (expected[i].double() - got[i].double()).norm() <= threshold]  # nan is, too
+    wrong = [i for i in range(len(expected)) if difference(expected[i], got[i], tolerance)]      # not empty if they differ
+    large = [i for i in wrong if not (expected[i].double() - got[i].double()).norm() <= threshold]  # `not <=` keeps nan
     return large or wrong
 
 
 def format_pair(got: Tensor, expected: Tensor, read_as: Mapping[float, str] | None = None) -> tuple[str, str]:
-    """Both in numbers for people, with as many digits as tell them apart."""
+    """Both formatted, with enough digits to tell them apart."""
     digits = next((digits for digits in (6, 9) if format_numbers(got, digits) != format_numbers(expected, digits)), 17)
     return format_numbers(got, digits, read_as), format_numbers(expected, digits, read_as)
 
 
 def format_numbers(values: Tensor, digits: int = 6, read_as: Mapping[float, str] | None = None) -> str:
-    """Numbers for people: whole ones with all digits, others with so many; those of `read_as` in its words."""
+    """Format numbers: integers in full, others with `digits` significant digits, those in `read_as` in words."""
     def one(x: float) -> str:
         return (read_as or {}).get(x) or (f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.{digits}g}")
 
@@ -404,7 +404,7 @@ def format_numbers(values: Tensor, digits: int = 6, read_as: Mapping[float, str]
 
 def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors]], size: int,
             layers: sandbox.Layers | None) -> tuple[list[Run], sandbox.Outcome]:
-    """Run answers, each on inputs of its own, one after another in one process of their own on `size` ranks."""
+    """Run (answer, inputs) pairs one after another on `size` ranks, in one process separate from this one."""
     limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(answers))
     with temporary_folder() as folder:
         job = {"exercise": exercise.name, "module": exercise.program.__module__, "answers": len(answers), "ranks": size,
@@ -422,23 +422,23 @@ def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Ten
 
 
 def read_run(folder: Path, number: int, size: int, outcome: sandbox.Outcome, exercise: Exercise) -> Run:
-    """Read what an answer left behind, trusting none of it."""
+    """Read the files that an answer left behind, trusting none of them."""
     if not outcome.ok and outcome.ended:
         by_answer = outcome.ended.startswith(("it ended by itself",
-                                              "it crashed"))          # with a status or a signal of its choice
+                                              "it crashed"))          # the answer can choose the status or signal
         return Run(kind="late" if outcome.late else "ended", error=outcome.ended,
                    hidden_error=HIDDEN_ERRORS["ended"] if by_answer else outcome.ended, **stopped_by_machine(outcome))
     outputs = []
     for rank in range(size):
         try:
             outputs.append(load_outputs(read_untrusted(folder, f"out-{number}-{rank}.safetensors", MAX_OUTPUT_BYTES), exercise))
-        except Exception:                            # absent, or not what it should be
+        except Exception:                            # absent or malformed
             return read_error(folder, number)
     return Run(outputs=tuple(outputs))
 
 
 def load_outputs(content: bytes, exercise: Exercise) -> Tensors:
-    """The tensors of an outputs file; ValueError if its header is longer than those of so many outputs, before it is parsed."""
+    """The tensors of an outputs file. Raises ValueError if the header is too long, before parsing it, or names too many."""
     length = int.from_bytes(content[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
@@ -449,16 +449,16 @@ def load_outputs(content: bytes, exercise: Exercise) -> Tensors:
 
 
 def with_weighed_outputs(exercise: Exercise, inputs: Tensors, run: Run) -> Run:
-    """The run with the outputs that are claimed, where the program returns a transcript; what is none is an error."""
+    """The run with the outputs that claims refer to, computed from a transcript if the exercise has one; or an error."""
     try:
         return replace(run, outputs=tuple(exercise.weighed(inputs, outputs) for outputs in run.outputs))
-    except Exception:                                # whatever an answer put in its place
+    except Exception:                                # the answer may have replaced the transcript by anything
         message = "what was written down of its run cannot be read"
         return Run(kind="ended", error=message, hidden_error=message)
 
 
 def read_error(folder: Path, number: int) -> Run:
-    """What an answer that returned nothing says of itself."""
+    """The error that an answer without outputs reported, or that it reported none."""
     try:
         report = json.loads(read_untrusted(folder, f"error-{number}.json", 100_000))
         kind, text = str(report["kind"])[:100], (str(report["text"]) or str(report["kind"]))[-MAX_ERROR:]
@@ -472,9 +472,9 @@ def read_error(folder: Path, number: int) -> Run:
 
 
 def stopped_by_machine(outcome: sandbox.Outcome) -> dict[str, Any]:
-    """How this machine stopped a run, if it may have: it did not begin, the kernel killed it, or its last words say so.
+    """How this machine may have stopped a run: it did not start, the kernel killed it, or its last output says so.
 
-    All but the first may be the answer's own doing.
+    The answer itself may have caused all but the first.
     """
     if outcome.late:
         return {"machine_failure": "it did not start in time" * outcome.ended.startswith("it had not started")}
@@ -489,7 +489,7 @@ def stopped_by_machine(outcome: sandbox.Outcome) -> dict[str, Any]:
 
 
 def machine_failure(text: str) -> str:
-    """How this machine failed, in the system's words, as far as an error's text says so; "" if it does not."""
+    """The machine failure that an error's text names, in the system's words; "" if it names none."""
     for number in MACHINE_ERRORS:
         words = re.escape(os.strerror(number))
         if re.search(rf"\berrno(?: =)? {number}\b|\bcode: -?{number}\b|{words}", text, re.IGNORECASE):
@@ -498,13 +498,13 @@ def machine_failure(text: str) -> str:
 
 
 def hidden_error(kind: str, text: str) -> str:
-    """What stopped an answer on hidden inputs, in words of ours: its error, its kind and its lines could tell of the inputs."""
+    """What stopped an answer on hidden inputs, in our own words: the answer's error could reveal the inputs."""
     return UNWRITTEN if is_unwritten(kind, text) else HIDDEN_ERRORS.get(kind, HIDDEN_ERROR)
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A scratch folder, removed afterwards."""
+    """A temporary folder, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="course-check-"))
     try:
         yield folder
@@ -514,7 +514,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @lru_cache(maxsize=32)
 def blanked_package(objects: tuple[str, ...]) -> Path:
-    """A copy of the package with these objects blank, made once in this process, readable to whoever runs answers."""
+    """A copy of the package with these objects blank, made once per process and readable by every user."""
     folder = Path(tempfile.mkdtemp(prefix="course-blank-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     stubs.build_blanked_package(objects, folder)

@@ -1,4 +1,4 @@
-"""What is wrong with an answer that no known mistake explains: what its numbers have in common, or where its ranks part."""
+"""Diagnose an answer that no known mistake explains: a pattern in its numbers, or how its ranks disagree."""
 
 import re
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ OTHER_FORMATS = (f"{SAME_COLLECTIVES}, with tensors of the same format. Here one
                  "to cast, or neither")
 BROUGHT_TENSOR = re.compile(r"of (\([\d, ]*\)) (\w+) in line")
 SOURCE_LINE = re.compile(r" in (line \d+ of .+?`)(?=[;.]|$)", re.MULTILINE)
-ROUNDING = 1e-2                                      # of what is right: so far off is a rounding or an epsilon
+ROUNDING = 1e-2                                      # relative error up to which rounding or an epsilon explains it
 
 
-Pairs = Sequence[tuple[Tensor, Tensor] | None]       # for each rank what was expected and what came, None where that is right
+Pairs = Sequence[tuple[Tensor, Tensor] | None]       # for each rank (expected, got), or None where they agree
 
 
 def describe_ranks(wrong: Pairs, fewer: int = 0) -> list[str]:
-    """On which ranks numbers are wrong, if not on all; fewer: how many ranks they are right on, if there are more now."""
+    """Say which ranks are wrong, if not all. fewer: the smaller number of ranks on which the answer passed, or 0."""
     bad = [rank for rank, pair in enumerate(wrong) if pair]
     good = [rank for rank, pair in enumerate(wrong) if not pair]
     return [RIGHT_ON_FEWER.format(fewer, len(wrong))] if fewer else [RIGHT_ON_SOME.format(rank_names(good),
@@ -42,13 +42,13 @@ def describe_ranks(wrong: Pairs, fewer: int = 0) -> list[str]:
 
 
 def diagnose_numbers(wrong: Pairs, fewer: int = 0) -> str:
-    """What wrong numbers have in common; "" if nothing is seen."""
+    """What the wrong numbers have in common; "" if no pattern is found."""
     patterns = [describe_pattern(*pair) for pair in wrong if pair]
     return "; ".join([*describe_ranks(wrong, fewer), *(patterns[:1] if len({*patterns}) == 1 and patterns[0] else [])])
 
 
 def diagnose_training(wrong: Pairs, fewer: int = 0) -> str:
-    """What the losses of two steps, or the weights after them, show where the parts by themselves are right."""
+    """Locate the fault of a training from the losses of its two steps, or from the weights after them."""
     expected, got = next(pair for pair in wrong if pair)
     if expected.shape != got.shape or len(expected) != 2:
         finding = "the losses are right, and weights are not: some parameter gets a wrong gradient"
@@ -60,7 +60,7 @@ def diagnose_training(wrong: Pairs, fewer: int = 0) -> str:
 
 
 def describe_pattern(expected: Tensor, got: Tensor) -> str:
-    """How numbers are wrong, in words; "" if it is in no way that has a name."""
+    """How the numbers are wrong, in words, such as a constant factor; "" if no known pattern fits."""
     if expected.shape != got.shape or not got.is_floating_point():
         return ""
     correct, actual = expected.double().flatten(), got.double().flatten()
@@ -90,13 +90,13 @@ def describe_pattern(expected: Tensor, got: Tensor) -> str:
 
 
 def diagnose_flags(codes: Sequence[float]) -> str:
-    """What to say of an answer whose numbers are right, from the flags that did not hold; `within_budget` says by what."""
+    """The hint for right numbers with failed flags; negative codes come from `within_budget`."""
     kinds = list(dict.fromkeys(kind for code in codes for kind in excess_kinds(code)))
     return SENDS_TOO_MUCH.format(" and ".join(kinds)) if kinds else NUMBERS_RIGHT
 
 
 def diagnose_collectives(told: str) -> str:
-    """What to do where ranks did not meet, from the account of it (`course/ranks/collective_mismatch.py`)."""
+    """The hint for ranks that called different collectives, from the report of `course/ranks/collective_mismatch.py`."""
     first = told.splitlines()[0]
     if not first.startswith(DISAGREE) or len(set(SOURCE_LINE.findall(first))) != 1:
         return OTHER_LINES

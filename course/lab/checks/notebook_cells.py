@@ -1,4 +1,4 @@
-"""What a learner wrote: the code cells of a notebook, a script or the running kernel, and the definitions in them."""
+"""Find a learner's code: the cells of a notebook, a script or the running kernel, and the definitions in them."""
 
 import ast
 import bisect
@@ -16,53 +16,53 @@ from typing import Any
 from course.ranks.collective_mismatch import CELL
 from course.utils.errors import CourseError, did_you_mean
 
-MAX_BYTES = 50_000_000                               # bytes of a notebook, outputs and all, that anybody has a reason to hand in
+MAX_BYTES = 50_000_000                               # bytes of a notebook, outputs included
 MAX_CODE = 1_000_000                                 # characters of code in it
 MAX_CELLS = 5000
-MAX_STATEMENTS = 20_000                              # at the top of its cells, where somebody else handed it in
+MAX_STATEMENTS = 20_000                              # top-level statements, in a notebook that somebody else handed in
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Source that stands together in a cell, and where: in the file that tracebacks name, which is a cell, not a path."""
+    """A contiguous piece of a cell's source, and its position. Tracebacks use the cell's description as file name."""
 
     cell: str                                        # "the cell with `def training_step`"
-    line: int                                        # of its beginning there, from 1
+    line: int                                        # its first line in the cell, from 1
     text: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an exercise asks for, with all that it needs; `problem` says why there is none."""
+    """The definitions that an exercise asks for, with everything they need; `problem` says why there are none."""
 
     pieces: tuple[Piece, ...] = ()
     problem: str = ""
     broken: bool = False                             # the problem is a cell that is not valid Python
-    imported: bool = False                           # the problem is that it only imports what it should write
+    imported: bool = False                           # the problem is that the cell imports what the learner should write
 
     @property
     def source(self) -> str:
-        """The pieces, one after another."""
+        """The pieces joined into one text."""
         return "\n\n".join(piece.text for piece in self.pieces) + "\n"
 
 
 def whole_answer(source: str) -> tuple[Piece, ...]:
-    """A text that is an answer as it stands."""
+    """A complete answer as one piece."""
     return Piece(CELL + "with the answer", 1, source),
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What counts of a notebook: its code cells, in order, and the lesson that its metadata name ("" if none)."""
+    """The parts of a notebook that count: its code cells, in order, and the lesson in its metadata ("" if none)."""
 
     code: tuple[str, ...]
     lesson: str = ""
 
 
 def load_notebook(path: Path) -> Any:
-    """A notebook (nbformat node) from .ipynb or, by jupytext, from a .py in percent format; `CourseError` if it is none."""
+    """Load an .ipynb, or a .py in percent format through jupytext, as nbformat node. Raises `CourseError` if it is neither."""
     try:
-        import nbformat  # slow to import, and only where there are notebooks
+        import nbformat  # slow to import
     except ImportError as error:
         raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
 
@@ -72,9 +72,9 @@ def load_notebook(path: Path) -> Any:
 
 
 def read_contents(path: Path) -> Contents:
-    """What counts of a notebook or script.
+    """The code cells and lesson of a notebook or script. Raises `CourseError` if it cannot be read or is too large.
 
-    Most notebooks are read without nbformat, which takes seconds to import.
+    Current notebooks (version 4) are read without nbformat, which takes seconds to import.
     """
     with parse_errors(path):
         notebook = json.loads(read_text(path)) if path.suffix.lower() == ".ipynb" else {}
@@ -86,38 +86,38 @@ def read_contents(path: Path) -> Contents:
 
 
 def notebook_contents(notebook: Any) -> Contents:
-    """What counts of a notebook that is in memory: its JSON, or nbformat's node."""
+    """The code cells and lesson of a notebook in memory: its JSON, or nbformat's node."""
     return Contents(tuple(code_cells(notebook)), metadata_lesson(notebook.get("metadata")))
 
 
 def metadata_lesson(metadata: Any) -> str:
-    """The lesson that a notebook's metadata name; "" if they name none."""
+    """The lesson in a notebook's metadata; "" if there is none."""
     course = metadata.get("course") if isinstance(metadata, dict) else None
     lesson = course.get("lesson") if isinstance(course, dict) else None
     return lesson if isinstance(lesson, str) and len(lesson) <= 20 else ""
 
 
 def cell_source(cell: Any) -> str:
-    """The text of a cell, which in a notebook's JSON may be a list of lines: with Unix's line ends, without a byte-order mark."""
+    """A cell's text, which JSON may store as a list of lines, with Unix line endings and without a byte-order mark."""
     if not isinstance(cell["source"], list | str):
         raise ValueError("a cell without text")
     return unix_lines("".join(cell["source"])).removeprefix("\ufeff")
 
 
 def parse_script(text: str, path: Path) -> Any:
-    """A notebook from the text of a script in percent format."""
+    """Parse a script in percent format into a notebook. Raises `CourseError` for too many cells."""
     try:
-        import jupytext  # slow to import, and only where there are scripts
+        import jupytext  # slow to import
     except ImportError as error:
         raise CourseError("reading scripts needs JupyterLab's packages: pip install 'course[lab]'") from error
 
-    if text.count("\n# %%") > MAX_CELLS:            # before it makes anything of them
+    if text.count("\n# %%") > MAX_CELLS:            # check before jupytext parses them
         raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
     return jupytext.reads(text, fmt="py:percent")
 
 
 def read_text(path: Path) -> str:
-    """The text of a notebook or script, if it is there and no larger than any may be."""
+    """The text of a notebook or script. Raises `CourseError` if it is missing, too large, or of another type."""
     if path.suffix.lower() not in (".ipynb", ".py"):
         raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
     if not path.is_file():
@@ -129,7 +129,7 @@ def read_text(path: Path) -> str:
 
 
 def check_size(sources: Sequence[str], cells: int, path: Path) -> None:
-    """Refuse a notebook with more code, or more cells, than anybody has a reason to write."""
+    """Raise `CourseError` if a notebook has more code or more cells than allowed."""
     if cells > MAX_CELLS:
         raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
     if sum(map(len, sources)) > MAX_CODE:
@@ -138,7 +138,7 @@ def check_size(sources: Sequence[str], cells: int, path: Path) -> None:
 
 @contextmanager
 def parse_errors(path: Path) -> Iterator[None]:
-    """Turn whatever the parsers meet in a damaged or hostile file into a `CourseError` that names it."""
+    """Turn any parser error in a damaged or hostile file into a `CourseError` that names the file."""
     try:
         yield
     except CourseError:
@@ -149,19 +149,19 @@ def parse_errors(path: Path) -> Iterator[None]:
 
 
 def decode_text(data: bytes) -> str:
-    """The text of a notebook or script, in whatever encoding a program on its way has saved it, with Unix's line ends."""
+    """Decode a notebook or script in UTF-8, UTF-16, UTF-32 or Windows-1252; returns text with Unix line endings."""
     with suppress(UnicodeDecodeError):
-        return unix_lines(data.decode(json.detect_encoding(data)))       # by its mark, or by the zeros at its beginning
+        return unix_lines(data.decode(json.detect_encoding(data)))       # by a byte-order mark or by zero bytes
     return unix_lines(data.decode("cp1252", errors="replace"))
 
 
 def unix_lines(text: str) -> str:
-    """Text whose lines end as Unix has them."""
+    """Text with Unix line endings."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def new_metadata(course: dict[str, Any]) -> Any:
-    """A notebook's metadata: a Python kernel whatever its version, and what the course keeps there."""
+    """Metadata for a notebook: a Python kernel of any version, and the course's own entries."""
     import nbformat
 
     return nbformat.from_dict({"kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -174,7 +174,7 @@ def code_cells(notebook: Any) -> list[str]:
 
 
 def executed_cells() -> list[str]:
-    """What was executed in the running kernel, in order; empty outside of one."""
+    """The code that the running kernel executed, in order; empty outside a kernel."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -185,26 +185,26 @@ def executed_cells() -> list[str]:
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement at the top of a cell: what it binds and reads, and where it stands."""
+    """A top-level statement of a cell: the names that it binds, its code, and its position."""
 
-    cell: int                                        # its place among the cells
-    line: int                                        # of its beginning there, from 1
+    cell: int                                        # index of the cell
+    line: int                                        # its first line in the cell, from 1
     text: str
     bound: frozenset[str]
-    code: CodeType                                   # compiled as a module of its own
-    always_included: bool                            # it is in every slice: it changes what others mean
+    code: CodeType                                   # compiled as a separate module
+    always_included: bool                            # kept in every slice, because it affects other statements
 
 
 class Program:
-    """A notebook's code, each cell parsed once, however many exercises ask for a slice of it.
+    """A notebook's code, with each cell parsed once for all exercises that slice it.
 
-    Linear in the code's length; more than `most` statements are a `CourseError` (0: any number).
+    Parsing takes time linear in the code's length. Raises `CourseError` for more than `most` statements (0: no limit).
     """
 
     def __init__(self, cells: Iterable[str], most: int = 0):
         self.cells = list(cells)
         self.statements: list[Statement] = []
-        self.syntax_errors: list[tuple[int, Exception, int]] = []       # cell, what is wrong with it, statements before it
+        self.syntax_errors: list[tuple[int, Exception, int]] = []       # cell, error, number of statements before it
         for number, cell in enumerate(self.cells):
             try:
                 self.statements += parse_statements(number, cell)
@@ -212,19 +212,20 @@ class Program:
                 self.syntax_errors.append((number, error, len(self.statements)))
             if most and len(self.statements) > most:
                 raise CourseError(f"has more than {most} statements outside of functions: put long data into a file")
-        self.bindings: dict[str, list[int]] = {}       # where each name is bound, in order
+        self.bindings: dict[str, list[int]] = {}       # statements that bind each name, in order
         for place, statement in enumerate(self.statements):
             for name in statement.bound:
                 self.bindings.setdefault(name, []).append(place)
 
     def last_binding(self, name: str, before: int) -> int | None:
-        """The last statement that binds a name before another one."""
+        """The last statement before statement `before` that binds a name; None if there is none."""
         places = self.bindings.get(name, [])
         found = bisect.bisect_left(places, before)
         return places[found - 1] if found else None
 
     def find_broken_cell(self, wanted: Sequence[str]) -> tuple[str, int]:
-        """The last broken cell that names what is wanted, and how many statements stand before the last one to define it."""
+        """Describe the last broken cell that mentions a wanted name; also the number of statements before the last one that
+        defines one."""
         text, since = "", 0
         for number, error, before in self.syntax_errors:
             cell = self.cells[number]
@@ -235,12 +236,12 @@ class Program:
         return text, since
 
     def slice(self, wanted: Sequence[str]) -> Answer:
-        """The last definitions of `wanted`, with every import, function and value that they need."""
+        """Slice out the last definitions of `wanted`, with every import, function and value that they need."""
         broken, since = self.find_broken_cell(wanted)
         keep: set[int] = set()
         needed = [(name, len(self.statements)) for name in wanted]
         while needed:
-            place = self.last_binding(*needed.pop())         # what the name was bound to last, before the statement that reads it
+            place = self.last_binding(*needed.pop())         # its last binding before the statement that reads it
             if place is None or place in keep:
                 continue
             keep.add(place)
@@ -249,7 +250,7 @@ class Program:
         bound = {name for place in keep for name in self.statements[place].bound}
         missing = [name for name in wanted if name not in bound]
         latest = max((place for place in keep if self.statements[place].bound & set(wanted)), default=-1)
-        if broken and (missing or latest < since):   # what was defined before it is not what stands there now
+        if broken and (missing or latest < since):   # the definition found is older than the broken cell
             return Answer(problem=broken, broken=True)
         if missing:
             return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "
@@ -260,25 +261,25 @@ class Program:
 
 
 def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
-    """The last definitions of `wanted` in the cells, with every import, function and value that they need.
+    """Slice out the last definitions of `wanted` from cells, with every import, function and value that they need.
 
-    A slice of the program: top-level statements that bind a needed name, in order. Statements that bind
-    nothing needed, such as a training run or a plot, stay out, so checking takes no longer than the check.
+    The slice has the top-level statements that bind a needed name, in order. It leaves out all others, such as a training run
+    or a plot, so that checking does not repeat them.
     """
     return Program(cells).slice(wanted)
 
 
 def find_answer(program: Program, names: Sequence[str], objects: Sequence[str]) -> Answer:
-    """What an exercise asks for, with all that it needs, unless it only imports it (objects: dotted names) from the library."""
+    """The answer to an exercise, with everything it needs; a problem if it only imports `objects` (dotted names)."""
     answer = program.slice(names)
     problem = "" if answer.problem else import_problem(answer, objects)
     return Answer(problem=problem, imported=True) if problem else answer
 
 
 def parse_statements(number: int, cell: str) -> list[Statement]:
-    """The statements of a cell; whatever Python says where it is not valid."""
+    """The statements of a cell. Raises what Python raises if the cell is invalid."""
     text, tree = parse_cell(cell)
-    compile(tree, "<cell>", "exec", dont_inherit=True)               # finds what the parser lets pass, such as a stray return
+    compile(tree, "<cell>", "exec", dont_inherit=True)               # finds errors that the parser misses, such as a stray return
     lines = [line.encode() for line in text.split("\n")]             # Python counts columns in bytes
     statements_of_cell = []
     for node in tree.body:
@@ -290,7 +291,7 @@ def parse_statements(number: int, cell: str) -> list[Statement]:
 
 
 def parse_cell(cell: str) -> tuple[str, ast.Module]:
-    """A cell as plain Python, and its syntax tree; without IPython, which is slow to import, where it is plain already."""
+    """A cell as plain Python, and its syntax tree. Imports IPython, which is slow, only for cells that need it."""
     text = unix_lines(cell)
     if not text.lstrip().startswith("In ["):         # a copied prompt is a valid annotation
         with suppress(SyntaxError):
@@ -300,8 +301,8 @@ def parse_cell(cell: str) -> tuple[str, ast.Module]:
 
 
 def import_problem(answer: Answer, objects: Sequence[str]) -> str:
-    """What is wrong with an answer that takes one of these objects (dotted names) from the library; "" if it writes them all."""
-    bound: dict[str, str] = {}                       # a name to what it was bound to last: an object of the library, or ""
+    """The problem of an answer that imports one of these objects (dotted names) from the library; "" if it imports none."""
+    bound: dict[str, str] = {}                       # name -> the dotted name that it was imported from, or ""
     for node in ast.parse(answer.source).body:
         bound |= dict.fromkeys(bound_names(node, compile_statement(node)), "")
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -315,7 +316,7 @@ ERROR_WORDS = {MemoryError: "its code is nested too deeply", RecursionError: "it
 
 
 def name_cell(cell: str, wanted: Sequence[str]) -> str:
-    """What a message calls a cell: by what it defines of an exercise, or else by how it begins."""
+    """Describe a cell by the wanted name that it defines, or else by its first line."""
     if found := first_definition(cell, wanted):
         return f"{CELL}with `{found}`"
     first = next((line.strip() for line in cell.splitlines() if line.strip()), "")
@@ -323,13 +324,13 @@ def name_cell(cell: str, wanted: Sequence[str]) -> str:
 
 
 def first_definition(cell: str, wanted: Sequence[str]) -> str:
-    """The beginning of the first definition of a wanted name in a cell, such as "def training_step"; "" if there is none."""
+    """The first definition of a wanted name in a cell, such as "def training_step"; "" if there is none."""
     match = re.search(rf"\b(def|class)\s+({'|'.join(map(re.escape, wanted))})\b", cell)
     return f"{match[1]} {match[2]}" if match else ""
 
 
 def describe_fault(error: Exception, cell: str) -> str:
-    """What is wrong with a cell's Python, and in which of its lines."""
+    """The error in a cell's Python, with the line if known."""
     lines = cell.split("\n")
     if isinstance(error, SyntaxError) and error.lineno and error.lineno <= len(lines):
         line = lines[error.lineno - 1].strip()
@@ -338,15 +339,15 @@ def describe_fault(error: Exception, cell: str) -> str:
 
 
 def plain_python(cell: str) -> str:
-    """A cell as plain Python: magics and shell commands become calls, which bind nothing that an answer needs.
+    """Turn a cell into plain Python: magics and shell commands become calls, which bind nothing that an answer needs.
 
-    Lines keep their numbers.
+    Line numbers stay the same.
     """
     try:
         from IPython.core.inputtransformer2 import TransformerManager
     except ImportError:
         return cell
-    before = len(cell) - len(cell.lstrip())          # lines without anything, which IPython takes away
+    before = len(cell) - len(cell.lstrip())          # blank lines, which IPython removes
     skipped = cell[:before].count("\n")
     if cell.lstrip().startswith("%%"):
         head, _, cell = cell.lstrip().partition("\n")
@@ -357,9 +358,9 @@ def plain_python(cell: str) -> str:
 
 
 def bound_names(node: ast.stmt, code: CodeType) -> set[str]:
-    """The names that a top-level statement binds, and those whose attributes or items it sets."""
+    """The names that a top-level statement binds, or whose attributes or items it sets."""
     modified: set[str] = set()
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):    # what these change is their own affair
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):    # their bodies run elsewhere
         modified = {base.id for inner in ast.walk(node)
                    if isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store)
                    for base in ast.walk(inner.value) if isinstance(base, ast.Name)}
@@ -367,9 +368,9 @@ def bound_names(node: ast.stmt, code: CodeType) -> set[str]:
 
 
 def used_names(statement: CodeType) -> tuple[set[str], set[str]]:
-    """The global names that a statement reads when it runs, and those that what it defines reads when called.
+    """The global names that a statement reads when it runs, and those that its functions read when called.
 
-    The compiler knows which names are local. A class's body runs at once, its methods do not.
+    Compiled code tells global names from local ones. A class body runs at once; its methods run later.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -384,12 +385,12 @@ def used_names(statement: CodeType) -> tuple[set[str], set[str]]:
 
 
 def compile_statement(node: ast.stmt) -> CodeType:
-    """A statement as a module of its own."""
+    """Compile a statement as a separate module."""
     return compile(ast.Module([node], []), "<cell>", "exec", dont_inherit=True)
 
 
 def statement_source(node: ast.stmt, lines: Sequence[bytes]) -> tuple[int, str]:
-    """Where a statement begins, and its source; with decorators whole lines. No text is split."""
+    """The first line of a statement, and its source: whole lines if it has decorators."""
     decorators = getattr(node, "decorator_list", [])
     first, last = (decorators[0].lineno if decorators else node.lineno), node.end_lineno or node.lineno
     source = list(lines[first - 1:last])

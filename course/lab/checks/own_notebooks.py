@@ -1,8 +1,8 @@
-"""Whose notebook is it? Where nothing isolates code, `course check` runs a user's own notebooks, and others' only with --trust.
+"""Decide whether a notebook is the user's own. Without isolation, `course check` runs other notebooks only with --trust.
 
-Neither a notebook nor the folders around it can answer that: who hands in a notebook can hand in folders with it. So this user's
-home folder keeps a list of the courses that the user works in: where lessons were begun (`lab.begin`) or put (`course lessons
-copy`). The clone that this program belongs to is one without being listed.
+Neither a notebook nor the folders around it can show that: a submission may bring folders along. So a list in the user's home
+folder names the course folders that the user works in: those where `lab.begin` ran or `course lessons copy` wrote. The clone
+that this program belongs to always counts.
 """
 
 import json
@@ -15,12 +15,12 @@ from course.utils.errors import CourseError
 
 
 def list_path() -> Path:
-    """The file with the list, one folder a line, as JSON."""
+    """The file with the list: one folder per line, as JSON."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "course" / "folders"
 
 
 def remember_course(course: Path) -> None:
-    """Note that this user works in a course's folder; without a word where no home folder can be written to."""
+    """Add a course folder to this user's list. If the home folder is not writable, do nothing."""
     with suppress(OSError, RuntimeError):
         folder, path = course.resolve(), list_path()
         if folder not in known_courses():
@@ -30,7 +30,7 @@ def remember_course(course: Path) -> None:
 
 
 def known_courses() -> list[Path]:
-    """The folders of courses that this user works in."""
+    """The course folders that this user works in."""
     courses = [stubs.PACKAGE.parent.resolve()]
     with suppress(OSError, RuntimeError, ValueError):
         courses += [Path(json.loads(line)) for line in list_path().read_text(encoding="utf-8").splitlines()]
@@ -38,9 +38,8 @@ def known_courses() -> list[Path]:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file is this user's and lies, itself and not as a link, in `notebooks` or `solutions` of one of these
-    folders."""
-    with suppress(OSError, RuntimeError):            # a link that leads in a circle, or a file that is not there
+    """Whether this user owns a file and its resolved path is in `notebooks` or `solutions` of one of these folders."""
+    with suppress(OSError, RuntimeError):            # a circular link, or no such file
         path = path.resolve()
         return (path.parent.name in ("notebooks", "solutions") and path.parent.parent in known_courses()
                 and path.stat().st_uid == os.geteuid())
@@ -48,14 +47,14 @@ def is_own(path: Path) -> bool:
 
 
 def describe_protection(path: Path, trust: bool, on_ranks: bool = False) -> str:
-    """What keeps another's notebook from harm while it is checked, as a sentence; "" if it is this user's own.
+    """How somebody else's notebook is isolated while it is checked, as a sentence; "" for the user's own notebook.
 
-    on_ranks: as a job's steps run it, which isolate nothing. Raises `CourseError` where nothing isolates and nobody said that
-    this is fine.
+    on_ranks: it runs in a job's steps, which isolate nothing. Raises `CourseError` if nothing isolates it and `trust` is not
+    set.
     """
     from course.lab.grading import grade
 
-    if is_own(path) or not path.exists():             # who reads it says that it is not there
+    if is_own(path) or not path.exists():             # reading it reports that it is missing
         return ""
     if on_ranks and trust:
         return "every answer runs on the ranks as you: nothing keeps it from your files and the network, as --trust allows"

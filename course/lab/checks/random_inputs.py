@@ -1,7 +1,7 @@
-"""From a seed of any size to what an exercise draws: no bit of it is lost.
+"""Draw an exercise's inputs from a seed of any size, using all its bits.
 
-PyTorch's generator on a CPU (a Mersenne Twister) takes 32 bits of a seed, so that all draws of exercises could be tried in an
-hour. Seeds below 2**32, which `check` draws, give what PyTorch gives for them.
+PyTorch's CPU generator (a Mersenne Twister) uses only 32 bits of a seed, so one could try all inputs of an exercise in an hour.
+For seeds below 2**32, which `check` draws, the numbers are PyTorch's own.
 """
 
 import numpy as np
@@ -9,16 +9,16 @@ import torch
 
 from course.utils import random
 
-MAX_TORCH_SEED = 2**32                               # seeds of which PyTorch's generator takes every bit
-STATE_OFFSET = 24                                    # bytes in front of the twister's words in the generator's state
-STATE_WORDS = 624                                    # of 32 bits, each kept in 64
+MAX_TORCH_SEED = 2**32                               # PyTorch's generator uses all bits of seeds below this
+STATE_OFFSET = 24                                    # bytes before the twister's words in the generator's state
+STATE_WORDS = 624                                    # words of 32 bits, each stored in 64
 
 
 def generator(seed: int) -> torch.Generator:
-    """PyTorch's generator, started from every bit of the seed."""
+    """A PyTorch generator seeded with all bits of the seed."""
     if seed < MAX_TORCH_SEED:
         return torch.Generator().manual_seed(seed)
-    made = torch.Generator().manual_seed(0)          # which has drawn nothing: the first draw mixes its words
+    made = torch.Generator().manual_seed(0)          # has drawn nothing yet: its first draw mixes the words
     state = made.get_state()
     words = np.random.SeedSequence(seed).generate_state(STATE_WORDS).astype(np.int64)
     state[STATE_OFFSET:STATE_OFFSET + 8 * STATE_WORDS] = torch.from_numpy(words).view(torch.uint8)
@@ -32,5 +32,5 @@ def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def number(seed: int) -> int:
-    """A number for the seed, of at most 63 bits, that fits into a tensor: what a program draws from when it runs."""
+    """A number of at most 63 bits for the seed. It fits into a tensor; programs seed their own draws with it."""
     return seed % 2**31 if seed < MAX_TORCH_SEED else random.key(seed)

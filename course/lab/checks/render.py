@@ -1,6 +1,6 @@
-"""A verdict for people: text with colours for a terminal, HTML for a notebook or a page.
+"""Render a verdict: text with colors for a terminal, HTML for a notebook or a page.
 
-One that is `graded` shows neither the seed nor what the answer printed: both would give the hidden inputs away.
+A `graded` verdict shows neither the seed nor the answer's output: both would reveal the hidden inputs.
 """
 
 import os
@@ -17,7 +17,7 @@ MARKS = {"held": ("✓", GREEN, "#0a7d46"), "failed": ("✗", RED, "#c0392b"), "
 
 
 def outcome(fact: Fact) -> str:
-    """What became of a claim, a key of `MARKS`."""
+    """The outcome of a claim: a key of `MARKS`."""
     return "held" if fact.held else "failed" if fact.tried else "untried"
 
 
@@ -27,25 +27,25 @@ def headline(verdict: Verdict) -> str:
         return f"{verdict.exercise}: could not be checked"
     held = sum(fact.held for fact in verdict.facts)
     of, made = max(verdict.of, len(verdict.facts)), len(verdict.facts)
-    later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # those on more ranks, say
+    later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # such as those on more ranks
     return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold{later}"
 
 
 def footer(verdict: Verdict, graded: bool = False) -> str:
-    """How it was checked, in one line; without the seconds if graded, since an answer can wait as long as it likes."""
+    """How it was checked, in one line. A graded one leaves out the seconds: an answer could signal through them."""
     how = f"; your code ran {verdict.isolation}" if verdict.isolation else ""
     return f"{'hidden inputs' if graded else f'{verdict.seconds:.1f} s, inputs of seed {verdict.seed}'}{how}"
 
 
 def shown_output(verdict: Verdict, graded: bool = False) -> str:
-    """The end of what the answer printed, where that helps."""
+    """The end of the answer's output if it did not pass; "" otherwise."""
     if verdict.passed or not verdict.output.strip():
         return ""
     return UNSHOWN if graded else printable(end_of(verdict.output))
 
 
 def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
-    """Lines for a terminal; without colour the marks and words say the same."""
+    """Lines for a terminal. Marks and words carry the same information without color."""
     def paint(code: str, line: str) -> str:
         return f"{code}{line}{PLAIN}" if colour else line
 
@@ -62,8 +62,8 @@ def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
 
 
 def html(verdict: Verdict, graded: bool = False) -> str:
-    """The same for a notebook; everything is escaped. Words have the page's colour and marks a background of their own: both are
-    as easy to read on light as on dark."""
+    """The same as HTML, with everything escaped. Text uses the page's color and marks have their own background, so that both
+    are readable in light and dark mode."""
     tint = MARKS["held" if verdict.passed else "failed"][2]
     rows = "".join(f'<li style="list-style:none;white-space:pre-wrap;margin:.1em 0">{badge(outcome(fact))} '
                    f'{escape(printable(fact.text))}</li>' for fact in verdict.facts)
@@ -76,33 +76,33 @@ def html(verdict: Verdict, graded: bool = False) -> str:
 
 
 def badge(what: str) -> str:
-    """A mark of `MARKS` for a page: white on its colour."""
+    """A mark of `MARKS` as HTML: white on its color."""
     mark, _, colour = MARKS[what]
     shape = "border-radius:.25em;display:inline-block;width:1.3em;text-align:center"
     return f'<b style="background:{colour};color:#ffffff;{shape}">{mark}</b>'
 
 
 def printable(text: str) -> str:
-    """Without control characters, which could play tricks on a terminal."""
+    """Replace control characters, which a terminal might execute."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
 
 
 def printable_line(text: str) -> str:
-    """The same as one line, for a name that somebody else has chosen."""
+    """Like `printable`, in one line: for names that somebody else chose."""
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
 def quote_untrusted(text: str) -> str:
-    """Words that a learner has chosen, to stand in a sentence of ours: as they are if plain, else in quotes, without what
-    separates our own statements."""
+    """A learner's words for use in our sentence: unchanged if plain, else quoted, without the characters that separate our
+    own statements."""
     plain = re.fullmatch(r"[\w.%/()+,=\[\] -]{0,200}", text) and "confirmed" not in text.lower()
     return text if plain else '"' + re.sub(r"[\";:]", "'", printable_line(text)) + '"'
 
 
 def failure_reason(error: BaseException) -> str:
-    """What went wrong on this machine, in words that no answer can have chosen: the system's, the course's, or the error's kind.
+    """Why this machine failed, in words that no answer can choose: the system's, the course's, or the error's type.
 
-    Of a `CourseError` the first line: what follows may quote a program.
+    For a `CourseError` it is the first line only: the rest may quote a program.
     """
     if isinstance(error, CourseError):
         return printable(str(error).split("\n")[0])[:300]
@@ -112,5 +112,5 @@ def failure_reason(error: BaseException) -> str:
 
 
 def end_of(text: str, most: int = 1500) -> str:
-    """The end of a long text."""
+    """The last `most` characters of a text."""
     return text.strip() if len(text) <= most else "... " + text.strip()[-most:]

@@ -1,6 +1,6 @@
-"""What a learner's function returned, looked at before it is used: a sentence instead of an error further on.
+"""Validate the return values of a learner's functions, and raise `InvalidReturn` with a sentence if they cannot be used.
 
-Without these, a forgotten `return` stops somewhere in the library, at a line that the learner did not write.
+Otherwise a forgotten `return` fails somewhere in the library, at a line that the learner did not write.
 """
 
 import inspect
@@ -16,7 +16,7 @@ FORGOTTEN_RETURN = "a function without a `return` returns None: did you forget i
 
 
 class InvalidReturn(Exception):
-    """What a function returned cannot be used: `text` says what it was, `cure` what to do."""
+    """A function's return value cannot be used: `text` says what it was, `cure` what to do."""
 
     def __init__(self, text: str, cure: str):
         super().__init__(text, cure)
@@ -24,7 +24,7 @@ class InvalidReturn(Exception):
 
 
 def number(value: Any, who: str) -> float:
-    """The number that `who` returned; one of NumPy's, or a tensor of one number, will do."""
+    """The number that `who` returned: of Python, of NumPy, or a tensor with one element."""
     if isinstance(value, bool) or not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a number is wanted",
                             choose_cure(value, "return one number"))
@@ -37,7 +37,7 @@ def numbers(values: Iterable[Any], who: str) -> Tensor:
 
 
 def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
-    """The two things that `who` returned; `names` says which, such as "(flops, bytes)"."""
+    """The pair that `who` returned; `names` names its parts, such as "(flops, bytes)"."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a pair is wanted, {names}",
                        choose_cure(value, f"return {names}, with the comma"))
@@ -45,15 +45,15 @@ def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
 
 
 def on_ctx(y: Tensor) -> list[int]:
-    """Numbers of elements of the tensors that the `ctx` of an autograd.Function was given, which put out y, beside those that it
-    saves for backward."""
+    """Sizes in elements of the tensors stored as attributes of `ctx`, not with save_for_backward, by the autograd.Function that
+    returned y."""
     there = getattr(y.grad_fn, "__dict__", {}).values()
     return [one.numel() for value in there for one in (value if isinstance(value, list | tuple) else [value])
             if isinstance(one, Tensor)]
 
 
 def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
-    """The tensor of this type, of whatever shape, that `who` returned."""
+    """The tensor of this dtype and any shape that `who` returned."""
     if not isinstance(value, Tensor):
         raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a tensor is wanted",
                             choose_cure(value, "return one tensor"))
@@ -61,7 +61,7 @@ def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
 
 
 def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
-    """The dict with these names that `who` returned."""
+    """The dict that `who` returned, which has to have these keys."""
     if not isinstance(value, dict) or not set(names) <= set(value):
         has = f"a dict of {', '.join(map(repr, value)) or 'nothing'}" if isinstance(value, dict) else describe_value(value)
         raise InvalidReturn(f"`{who}` returned {has}; a dict of {', '.join(map(repr, names))} is wanted",
@@ -70,7 +70,7 @@ def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def several(value: Any, who: str, wanted: str) -> list[Any]:
-    """The list or tuple that `who` returned; `wanted` says of what, such as "a list of buckets"."""
+    """The list or tuple that `who` returned; `wanted` describes it, such as "a list of buckets"."""
     if not isinstance(value, tuple | list):
         raise InvalidReturn(f"`{who}` returned {describe_value(value)}; {wanted} is wanted",
                             choose_cure(value, f"return {wanted}"))
@@ -78,7 +78,7 @@ def several(value: Any, who: str, wanted: str) -> list[Any]:
 
 
 def function(value: Any, who: str, name: str) -> Callable[..., Any]:
-    """The function that `who` returned, which calls it `name`."""
+    """The function that `who` returned; inside `who` its name is `name`."""
     if not callable(value):
         raise InvalidReturn(f"`{who}` returned {describe_value(value)}; the function `{name}` is wanted",
                        choose_cure(value, f"end `{who}` with `return {name}`, without calling it"))
@@ -86,8 +86,8 @@ def function(value: Any, who: str, name: str) -> Callable[..., Any]:
 
 
 def takes(thing: Callable[..., Any], name: str, wanted: str, count: int) -> None:
-    """Look at whether `name` can be called with so many arguments; `wanted` says which, such as "one argument, the batch"."""
-    with suppress(ValueError):                       # some that are not written in Python do not say
+    """Check that `thing` can be called with `count` arguments; `wanted` describes them: "one argument, the batch"."""
+    with suppress(ValueError):                       # some C functions have no signature
         try:
             inspect.signature(thing).bind(*[None] * count)
         except TypeError:
@@ -97,7 +97,7 @@ def takes(thing: Callable[..., Any], name: str, wanted: str, count: int) -> None
 
 
 def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, part: str = "") -> Tensor:
-    """The tensor of this shape and type that `who` returned; `part` names it among several, such as " as the sum"."""
+    """The tensor of this shape and dtype that `who` returned; `part` names it among several, such as " as the sum"."""
     wanted = f"a tensor of shape {shape} is wanted" if shape else "a scalar tensor is wanted"
     if not isinstance(value, Tensor):
         todo = choose_cure(value, f"return {wanted.removesuffix(' is wanted')}")
@@ -117,7 +117,7 @@ def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, par
 
 
 def reshaped(got: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """What to do about a tensor of the wrong shape."""
+    """The cure for a tensor of the wrong shape."""
     if len(got) > len(wanted):
         return "it has a dim too many: which should be summed over, or taken away, and which kept?"
     if len(got) < len(wanted):
@@ -131,7 +131,7 @@ def reshaped(got: tuple[int, ...], wanted: tuple[int, ...]) -> str:
 
 
 def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
-    """What to do about a tensor of the wrong type."""
+    """The cure for a tensor of the wrong dtype."""
     if got == torch.float32 and wanted == torch.float64:
         return ("checks run in float64: do not name a type (.float(), dtype=...), and begin a sum with 0 or "
                 "torch.zeros_like(...), since torch.zeros(()) is float32")
@@ -144,7 +144,7 @@ def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """A value in a few words."""
+    """Describe a value in a few words."""
     if value is None:
         return "None"
     if isinstance(value, tuple | list):
@@ -158,10 +158,10 @@ def describe_value(value: Any) -> str:
 
 
 def with_article(noun: str) -> str:
-    """a float, an int."""
+    """A noun with its article: a float, an int."""
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def choose_cure(value: Any, otherwise: str) -> str:
-    """What to do about a value of the wrong kind."""
+    """The cure for a value of the wrong type: for None, the forgotten `return`."""
     return FORGOTTEN_RETURN if value is None else otherwise

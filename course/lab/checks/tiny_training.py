@@ -1,6 +1,6 @@
-"""The real model and the real training step at the smallest sizes, for checks: float64, plain gradient descent.
+"""The library's model and training step at the smallest sizes, for checks: float64, plain gradient descent.
 
-Gradient descent without momentum, because Adam hides a gradient of the wrong scale.
+It uses gradient descent without momentum because Adam hides a gradient of the wrong scale.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ def settings(*overrides: str) -> Config:
 
 
 def mesh(c: Config) -> Mesh:
-    """The mesh over the ranks that there are."""
+    """The mesh over all ranks."""
     return build_mesh(c.parallel, join("cpu"))
 
 
 def model(c: Config, over: Mesh, seed: int) -> tuple[Any, Layout]:
-    """The model with the weights of `seed`, the same on every rank, and its layout."""
+    """The model with weights drawn from `seed`, consistent on all ranks, and its layout."""
     built = build_model(c.model, seed)
     layout = parallelize(built, over, c.parallel)
     initialize(built, layout.placements, seed, torch.device("cpu"), torch.float64)
@@ -42,12 +42,12 @@ def model(c: Config, over: Mesh, seed: int) -> tuple[Any, Layout]:
 
 
 def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: float = 1.0) -> dict[str, Tensor]:
-    """Train on global batches, of which each rank takes its slice, with the library's own step.
+    """Train on global batches with the library's own step; each rank takes its slice of every batch.
 
-    Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
-    of samples in each forward pass here, `cast`, 1.0 if all of them were inside autocast, `turns`, 1.0 if each came after the
-    backward pass of the one before, and `free`, 1.0 if no loss holds on to the graph. Raises `InvalidReturn` if `eager` or its
-    `compute` returned what cannot be used.
+    Returns `losses`, the global mean of each step, (steps,); `weights`, all parameters concatenated; `seen`, the samples in each
+    forward pass on this rank; and flags: `cast` is 1.0 if all forward passes ran inside autocast, `turns` is 1.0 if each began
+    after the previous backward pass, `free` is 1.0 if no loss keeps its graph. Raises `InvalidReturn` if the return value of
+    `eager` or of its `compute` cannot be used.
     """
     c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
@@ -74,7 +74,7 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
 
 
 def watch_turns(model: nn.Module) -> list[bool]:
-    """A list, filled as the model runs: of each forward pass, whether a gradient had come by then for every one before it."""
+    """A list that grows with each forward pass: whether all earlier passes had received their gradient by then."""
     turns: list[bool] = []
     waiting: set[int] = set()
 
@@ -90,19 +90,19 @@ def watch_turns(model: nn.Module) -> list[bool]:
 
 
 def sum_over_ranks(value: Tensor, over: Mesh) -> Tensor:
-    """The sum over the data-parallel ranks, in place. Any shape, the same on every rank."""
+    """Sum over the data-parallel ranks, in place. Any shape, the same on every rank."""
     if over.dp.size > 1:
         torch.distributed.all_reduce(value, group=over.dp.group)
     return value
 
 
 def flat_parameters(built: nn.Module) -> Tensor:
-    """All parameters of a model, laid end to end."""
+    """All parameters of a model, flattened and concatenated."""
     return torch.cat([p.detach().flatten() for p in built.parameters()])
 
 
 def draw_inputs(seed: int, samples: int, padding: int = 0) -> dict[str, Tensor]:
-    """What training draws from a seed: two global batches, the first with padding, and the seed of the weights."""
+    """Draw the inputs of `train` from a seed: two global batches, the first with padding, and the seed of the weights."""
     generator = random_inputs.generator(seed)
     batches = [random_batch(generator, settings(), samples, padding), random_batch(generator, settings(), samples)]
     return {f"{name}{i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()} | {
@@ -115,12 +115,12 @@ def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:
 
 
 def prepare_batch(model: Model, batch: Batch) -> Batch:
-    """A batch as the model takes it."""
+    """A batch in the form that the model's forward takes."""
     return model.prepare(batch, torch.zeros((), dtype=torch.int64))
 
 
 def random_batch(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:
-    """A drawn batch of states of the weather; the last `padding` samples are zeros with the sample id -1."""
+    """A random batch of weather states; the last `padding` samples are zeros with sample id -1."""
     assert isinstance(c.model, ViTConfig)
     shape = (samples, c.model.channels, *c.model.grid)
     batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}

@@ -1,7 +1,7 @@
-"""What happened, as a tensor: an answer's process writes down each event, and the process that judges counts.
+"""Transcripts: the answer's process records each event in a tensor, and the checking process evaluates it.
 
-An answer can write what it likes into its own process's outputs. Of a flag it has to know that 1.0 is right; of a transcript it
-has to know what a right answer would have done on these inputs, event by event.
+An answer can forge the outputs of its own process. To forge a flag it only has to know that 1.0 is right. To forge a transcript
+it has to know, event by event, what a right answer would do on these inputs.
 """
 
 import hashlib
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_BYTES = 1_000_000                                # bytes of a transcript that anybody reads
+MAX_BYTES = 1_000_000                                # size limit of a transcript
 
 
 def pack(events: Sequence[Any]) -> Tensor:
-    """Events, lists of numbers and texts, as a tensor of bytes."""
+    """Encode events (lists of numbers and strings) as a uint8 tensor."""
     return torch.frombuffer(bytearray(json.dumps(list(events)).encode()), dtype=torch.uint8)
 
 
 def unpack(value: Tensor) -> list[Any]:
-    """The events of `pack`; ValueError, RecursionError or TypeError if it is something else. For tensors that nobody trusts."""
+    """Decode the events of `pack` from an untrusted tensor. Raises ValueError, RecursionError or TypeError if it is invalid."""
     if value.dtype != torch.uint8 or value.dim() != 1 or value.numel() > MAX_BYTES:
         raise ValueError("this is no transcript")
     events = json.loads(value.numpy().tobytes())
@@ -31,6 +31,6 @@ def unpack(value: Tensor) -> list[Any]:
 
 
 def digest(*parts: object) -> float:
-    """A whole number from 1 to 2**52 that stands for texts, bytes and numbers: 0 is left for what is not there."""
+    """Hash strings, bytes and numbers to an integer from 1 to 2**52, as float. 0 is free to mark missing values."""
     text = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return float(1 + int.from_bytes(text[:8], "big") % 2**52)

@@ -1,1 +1,1 @@
-"""Pictures of the lessons: pure functions from numbers to a figure."""
+"""Figures of the lessons: pure functions from numbers to a matplotlib figure."""

@@ -1,4 +1,4 @@
-"""Figures of lesson 16: who has which part of a tensor, in two layouts at once, and what a rank of the new one has to read."""
+"""Figures of lesson 16: a tensor's shards in an old and a new layout, and which old shards a new rank has to read."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -12,18 +12,18 @@ from course.parallel.mappings import bounds
 from course.parallel.placement import Box
 
 FILLS = (SKY, ORANGE, GREEN, PURPLE, BLUE, GREY)
-HATCHES = ("", "//", "..", "\\\\", "xx", "--")       # the same again for who cannot tell colours apart
+HATCHES = ("", "//", "..", "\\\\", "xx", "--")       # the same information without color
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-ROWS, COLUMNS = 24, 16                               # of the matrix that the widget cuts
+ROWS, COLUMNS = 24, 16                               # size of the matrix in the widget
 
 
 def grid_boxes(rows: int, columns: int, shape: tuple[int, int] = (ROWS, COLUMNS)) -> list[Box]:
-    """The boxes of a matrix whose rows are cut in so many parts and whose columns in so many, row by row."""
+    """Cut a matrix into `rows` x `columns` boxes, row by row."""
     return [(bounds(shape[0], rows, i), bounds(shape[1], columns, j)) for i in range(rows) for j in range(columns)]
 
 
 def pieces_needed(pieces: Sequence[Box], wanted: Box) -> dict[int, int]:
-    """Which pieces a box needs, and how many of its numbers are in each."""
+    """Which pieces a box overlaps: piece number -> number of shared elements."""
     found = {}
     for number, piece in enumerate(pieces):
         shared = overlap(wanted, piece)
@@ -35,7 +35,7 @@ def pieces_needed(pieces: Sequence[Box], wanted: Box) -> dict[int, int]:
 
 def boxes(pieces: Sequence[Box], wanted: Sequence[Box], mine: int, title: str = "",
           shape: tuple[int, int] = (ROWS, COLUMNS)) -> Figure:
-    """A matrix in the pieces of an old layout, coloured by file, and the boxes of a new one, dashed; box `mine` stands out."""
+    """A matrix in the pieces of an old layout, colored by file, and the dashed boxes of a new one; box `mine` is bold."""
     figure, axis = panel(6.4, 4.6)
     for number, (((top, bottom), (left, right)), colour, hatch) in enumerate(zip(pieces, cycle(FILLS), cycle(HATCHES))):
         axis.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colour, edgecolor="white", alpha=0.45,
@@ -56,14 +56,14 @@ def boxes(pieces: Sequence[Box], wanted: Sequence[Box], mine: int, title: str = 
 
 
 def layouts(old_rows: int, old_columns: int, new_rows: int, new_columns: int, rank: int) -> Figure:
-    """The same of two grids, for a widget; a rank beyond the last is the last."""
+    """`boxes` for two grids, for a widget; `rank` is clipped to the last box."""
     new = grid_boxes(new_rows, new_columns)
     return boxes(grid_boxes(old_rows, old_columns), new, min(rank, len(new) - 1),
                  f"{old_rows} x {old_columns} pieces on the disk, {new_rows} x {new_columns} boxes wanted")
 
 
 def lines_and_dots(lines: Curves, dots: Curves, y: str, title: str = "") -> Figure:
-    """Lines over steps, name -> (xs, ys), and dots on them, so that both can be seen where they coincide."""
+    """Lines over steps, name -> (xs, ys), with dots on top, so that both stay visible where they coincide."""
     figure, axis = panel(6.5, 3.8)
     for (name, (xs, ys)), colour, dash in zip(lines.items(), (GREY, ORANGE, BLUE), ("-", "--", "-."), strict=False):
         axis.plot(xs, ys, color=colour, linestyle=dash, label=name)

@@ -1,4 +1,4 @@
-"""Figures of lesson 18: what happens around the time limit, and what checkpoints and failures cost."""
+"""Figures of lesson 18: the events around the time limit, and the cost of checkpoints and failures."""
 
 from collections.abc import Mapping
 from itertools import cycle
@@ -10,7 +10,7 @@ from course.lab.figures.checkpoints import Curves
 from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, SKY, label, panel
 
 LANES = ("Slurm", "script", "srun", "ranks")
-# (lane, from, to, what, colour), in units of nothing: what matters is the order
+# (lane, from, to, what, color), in arbitrary units: only the order matters
 BARS = (("script", 0, 1, "prepares", SKY), ("script", 1, 5, "waits", GREY), ("script", 5, 6, "waits again", GREY),
         ("script", 6, 6.9, "requeues", ORANGE), ("srun", 1, 6, "waits for the ranks", GREY), ("ranks", 1.2, 5.2, "train", BLUE),
         ("ranks", 5.2, 6, "save", GREEN), ("script", 8, 9, "prepares", SKY), ("script", 9, 12, "waits", GREY),
@@ -23,7 +23,7 @@ ARROWS = (("Slurm", "script", 0, "sbatch"), ("script", "srun", 1, ""), ("Slurm",
 
 
 def time_limit() -> Figure:
-    """Lanes of Slurm, script, srun and ranks over time: a warning, a save, and the job again."""
+    """A timeline with rows for Slurm, script, srun and ranks: a warning, a save, and the requeued job."""
     figure, axis = panel(9, 3.4)
     at = {lane: len(LANES) - row for row, lane in enumerate(LANES)}
     for lane, start, stop, what, colour in BARS:
@@ -45,7 +45,7 @@ def time_limit() -> Figure:
 
 
 def shares(lines: Curves, dots: Curves, least: Mapping[str, tuple[float, float]], title: str = "") -> Figure:
-    """The share of time that is lost against the interval in seconds: lines are formulas, marks simulations, stars minima."""
+    """The share of lost time over the checkpoint interval in seconds: lines are formulas, marks simulations, stars minima."""
     figure, axis = panel(7, 4)
     for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
         axis.plot(xs, ys, color=colour, label=name)

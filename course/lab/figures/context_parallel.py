@@ -1,4 +1,4 @@
-"""Figures of lesson 11: which scores a ring computes in which round, and how much work each rank has."""
+"""Figures of lesson 11: which scores ring attention computes in each round, and how much work each rank has."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)
 
 
 def owners(size: int, zigzag: bool) -> list[int]:
-    """Whose each of the 2 * size pieces of a sequence is: two neighbours each, or one from the front, one from the back."""
+    """The rank of each of the 2 * size pieces of a sequence: two neighbors per rank, or zigzag, one from each end."""
     pieces = range(2 * size)
     return [min(piece, 2 * size - 1 - piece) if zigzag else piece // 2 for piece in pieces]
 
 
 def ring_rounds(size: int, zigzag: bool, causal: bool = True) -> np.ndarray:
-    """(pieces, pieces): in which round the queries of one piece meet the keys of another; -1 where causality forbids it."""
+    """(pieces, pieces): the round in which a query piece meets a key piece; -1 where the causal mask hides it."""
     owner = np.array(owners(size, zigzag))
-    rounds = (owner[:, None] - owner[None, :]) % size                   # keys of rank s come to rank r after r - s rounds
+    rounds = (owner[:, None] - owner[None, :]) % size                   # keys of rank s reach rank r after r - s rounds
     return np.where(np.tri(2 * size, dtype=bool) | (not causal), rounds, -1)
 
 
 def ring_work(size: int, zigzag: bool, causal: bool = True) -> np.ndarray:
-    """(rounds, ranks): what each rank computes in each round; 1 is all its queries with all keys of one rank."""
+    """(rounds, ranks): each rank's work in each round; 1 is all its queries with all keys of one rank."""
     owner, rounds = owners(size, zigzag), ring_rounds(size, zigzag, causal)
     work = np.zeros((size, size))
     for (query, key), turn in np.ndenumerate(rounds):
@@ -35,12 +35,12 @@ def ring_work(size: int, zigzag: bool, causal: bool = True) -> np.ndarray:
 
 
 def efficiency(work: np.ndarray) -> float:
-    """Mean work over the time it takes, where all ranks wait in each round for the one that has most to do."""
+    """Mean work divided by time, if all ranks wait for the slowest in each round."""
     return float(work.mean(1).sum() / work.max(1).sum())
 
 
 def ring(size: int, zigzag: bool, turn: int) -> Figure:
-    """The causal scores by the rank that computes them, those of round `turn` in full colour; beside, the work of that round."""
+    """The causal scores, colored by the rank that computes them, with round `turn` opaque; and the work in that round."""
     owner, rounds, work = owners(size, zigzag), ring_rounds(size, zigzag), ring_work(size, zigzag)
     n = 2 * size
     figure = Figure(figsize=(8, 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""Pictures of launches, one by one and all at once; and of the memory that replays read and write."""
+"""Figures of kernel launches, one by one and as a graph, and of the memory that replays read and write."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, SKY, label, name_rows, panel
 
-Bar = tuple[str, float, float]                       # lane, begin, length
+Bar = tuple[str, float, float]                       # "host" or "GPU", begin, length
 
 
 def eager_bars(launches: Sequence[float], works: Sequence[float], gap: float) -> list[Bar]:
-    """What host and GPU do when the host launches kernel after kernel; in the unit of what is given."""
+    """The bars of host and GPU when the host launches kernel after kernel, in the unit of the arguments."""
     bars: list[Bar] = []
     host, gpu = 0.0, -gap
     for launch, work in zip(launches, works, strict=True):
@@ -24,7 +24,7 @@ def eager_bars(launches: Sequence[float], works: Sequence[float], gap: float) ->
 
 
 def graph_bars(works: Sequence[float], once: float, gap: float) -> list[Bar]:
-    """What host and GPU do when all kernels are launched as one graph."""
+    """The bars of host and GPU when the host launches all kernels as one graph."""
     bars: list[Bar] = [("host", 0.0, once)]
     now = once
     for work in works:
@@ -34,7 +34,7 @@ def graph_bars(works: Sequence[float], once: float, gap: float) -> list[Bar]:
 
 
 def timeline(rows: Mapping[str, Sequence[Bar]], unit: str = "µs", title: str = "") -> Figure:
-    """Steps, name -> bars, under one another over the same time: each in two lanes, the host's and the GPU's."""
+    """Steps, name -> bars, on a shared time axis, with a row for the host and one for the GPU each."""
     figure, axis = panel(9, 0.95 * len(rows) + 1.5)
     names = [f"{name}: {lane}" for name in rows for lane in ("host", "GPU")]
     for name, bars in rows.items():
@@ -53,7 +53,7 @@ def timeline(rows: Mapping[str, Sequence[Bar]], unit: str = "µs", title: str = 
 
 
 def buffers() -> Figure:
-    """Where a replay reads and writes: batches come and go, what was captured stays at its address."""
+    """Where a replay reads and writes: batches come and go, captured tensors keep their addresses."""
     figure, axis = panel(9, 3.4)
 
     def box(x: float, y: float, wide: float, text: str, colour: str, dashed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of data on its way to a GPU: who reads which sample, queues, streams, and bars of samples per second."""
+"""Figures of data loading: which rank reads which sample, queues, CUDA streams, and loader throughput."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ KINDS = {"copy": ORANGE, "compute": BLUE, "wait": GREY}
 
 
 def stream(seed: int, samples: int, batch: int, ranks: int, steps: int) -> Figure:
-    """The first global batches, a row each: tiles with sample ids in the colour of the rank that reads them."""
+    """The first global batches, one row each: tiles with sample ids, colored by the rank that reads them."""
     figure, axis = panel(min(9, 0.75 * batch + 2.2), 0.42 * steps + 1.3)
     for step in range(steps):
         ids = order.samples_at(seed, samples, step * batch, (step + 1) * batch)
@@ -35,15 +35,15 @@ def stream(seed: int, samples: int, batch: int, ranks: int, steps: int) -> Figur
 
 
 def waiting_share(reads: Sequence[float], step: float, depth: int, readers: int = 1) -> float:
-    """The share of a run in which steps wait for data, when batches are read up to `depth` ahead.
+    """The share of a run in which steps wait for data, with a prefetch queue of `depth` batches.
 
-    A batch is asked for when a place is free, so `depth` batches before it is needed; a reader that is free takes it.
-    With depth 0 a batch is read when it is needed and nothing is done meanwhile.
+    A batch is requested when a slot is free, `depth` batches before its step, and the next free reader takes it. With depth 0
+    a batch is read when its step needs it, and nothing overlaps.
     """
-    free = [0.0] * readers                           # when each reader has nothing to do
+    free = [0.0] * readers                           # when each reader is free
     heapq.heapify(free)
-    begun: list[float] = []                          # when each step began
-    now = waiting = 0.0                              # the end of the step before
+    begun: list[float] = []                          # start of each step
+    now = waiting = 0.0                              # end of the previous step
     for number, seconds in enumerate(reads):
         asked = now if depth == 0 else begun[number - depth] if number >= depth else 0.0
         there = max(asked, heapq.heappop(free)) + seconds
@@ -55,14 +55,14 @@ def waiting_share(reads: Sequence[float], step: float, depth: int, readers: int 
 
 
 def read_times(average: float, slow: float, every: int, count: int = 600, seed: int = 0) -> list[float]:
-    """Reading times: one in `every`, at random, takes `slow`, the others all the same, such that the average is right."""
+    """Random read times: about one in `every` takes `slow`, the others take equally long, and the mean is `average`."""
     late = np.random.default_rng(seed).random(count) < 1 / every
     fast = (average * count - slow * late.sum()) / (count - late.sum())
     return np.where(late, slow, fast).tolist()
 
 
 def streams(rows: Sequence[tuple[str, str, str, float, float]], title: str = "") -> Figure:
-    """Boxes in lanes over the time: (lane, name, kind, begin, end); the kinds are copy, compute and wait."""
+    """Boxes in rows over time: (row, name, kind, begin, end); the kinds are copy, compute and wait."""
     lanes = list(dict.fromkeys(row[0] for row in rows))
     figure, axis = panel(8, 0.55 * len(lanes) + 1.1)
     for lane, name, kind, begin, end in rows:
@@ -77,8 +77,8 @@ def streams(rows: Sequence[tuple[str, str, str, float, float]], title: str = "")
 
 
 def copy_and_compute(copy: float, compute: float, steps: int, ahead: bool) -> list[tuple[str, str, str, float, float]]:
-    """What the streams of a GPU do in some steps: copy and compute one after the other, or the copy of the next batch beside."""
-    rows, copied, start, computed = [], 0.0, 0.0, 0.0    # ends of copies; start and end of the last step
+    """Rows for `streams`: copy and compute one after the other, or `ahead`, the next copy overlapping with compute."""
+    rows, copied, start, computed = [], 0.0, 0.0, 0.0    # end of the last copy; start and end of the last step
     for number in range(1, steps + 1):
         begin = max(copied, start) if ahead else computed
         copied = begin + copy
@@ -92,7 +92,7 @@ def copy_and_compute(copy: float, compute: float, steps: int, ahead: bool) -> li
 def speeds_by_workers(speeds: Mapping[str, Mapping[str, float]], floors: Mapping[str, Mapping[str, float]],
                       needs: Mapping[str, float],
             title: str = "") -> Figure:
-    """Pairs per second against workers, both logarithmic: loaders as marks, floors dashed, what models need as levels."""
+    """Pairs per second over workers, both logarithmic: loaders as marks, floors dashed, the models' needs as horizontal lines."""
     figure, axis = panel(7.5, 4.2)
     for (name, row), (mark, colour) in zip(speeds.items(), cycle(MARKS)):
         there = {int(n): value for n, value in row.items() if int(n) > 0}

@@ -1,4 +1,4 @@
-"""Figures of the lessons on data parallelism and scaling, and the pure functions from which they are drawn."""
+"""Figures of the lessons on data parallelism and scaling, and the pure functions behind them."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -11,23 +11,23 @@ from matplotlib.ticker import LogLocator, NullLocator
 from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, SKY, label, panel
 
 Span = tuple[float, float]                           # begin and end
-SEVEN = [*MARKS, ("x", "black")]                     # as many lines as the reference runs have learning rates
+SEVEN = [*MARKS, ("x", "black")]                     # one style per learning rate of the reference runs
 
 
 def ring_counts(n: int, step: int) -> np.ndarray:
-    """How many ranks' numbers are in each piece of each rank after so many steps of a ring all-reduce, (rank, piece)."""
+    """(rank, piece): how many ranks' numbers each piece sums up after `step` steps of a ring all-reduce."""
     counts = np.ones((n, n), int)
     for now in range(step):
         before = counts.copy()
         for rank in range(n):
-            at = (rank - now - 1) % n                # the piece that comes from the left neighbour
+            at = (rank - now - 1) % n                # the piece from the left neighbor
             came = before[(rank - 1) % n, at]
             counts[rank, at] = came + 1 if now < n - 1 else came
     return counts
 
 
 def ring(n: int, step: int) -> Figure:
-    """The pieces of every rank after so many steps of a ring all-reduce, and which of them leave in the next one."""
+    """The pieces of every rank after `step` steps of a ring all-reduce, and which ones it sends next."""
     counts = ring_counts(n, step)
     figure, axis = panel(5.2, 4)
     axis.imshow(counts, cmap="Blues", vmin=0, vmax=1.5 * n)
@@ -44,7 +44,7 @@ def ring(n: int, step: int) -> Figure:
 
 
 def fill_buckets(parts: Sequence[tuple[float, float]], size: float) -> tuple[list[float], list[float]]:
-    """Gradients, (seconds, bytes) in the order of backward, put into buckets: when each is ready, and its bytes."""
+    """Fill buckets with gradients, (seconds, bytes) in backward order; returns when each bucket is ready, and its bytes."""
     ready: list[float] = []
     loads: list[float] = []
     now = 0.0
@@ -59,13 +59,13 @@ def fill_buckets(parts: Sequence[tuple[float, float]], size: float) -> tuple[lis
 
 
 def all_reduce_seconds(load: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """Of so many bytes over a ring: a latency, and 2 (n - 1) / n of the bytes at a bandwidth in bytes/s."""
+    """Time of a ring all-reduce: a latency, plus 2 (n - 1) / n of the bytes at a bandwidth in bytes/s."""
     return latency + 2 * (ranks - 1) / ranks * load / bandwidth
 
 
 def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: str = "", unit: str = "ms",
              scale: float = 1e3) -> Figure:
-    """Bars over time, a row for each name; the dotted line is where backward ends, and what lies behind it is exposed."""
+    """Bars over time, one row per name. The dotted line marks the end of backward; time after it is exposed."""
     figure, axis = panel(7.5, 1.2 + 0.6 * len(rows))
     for number, (spans, (colour, other)) in enumerate(zip(rows.values(), cycle(((BLUE, SKY), (ORANGE, "#E9A06B"))))):
         for index, (begin, end) in enumerate(spans):
@@ -80,9 +80,9 @@ def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: 
 def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
                 dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = True,
                 bars: Mapping[str, Sequence[Span]] | None = None) -> Figure:
-    """Marked lines over a logarithmic x, with dashed ones to compare with; x ticks are the values of the first line if few.
+    """Lines with marks over a logarithmic x, and dashed ones to compare; few points of the first line become the x ticks.
 
-    `bars`: name of a line -> (lowest, highest) at each of its points.
+    `bars`: line name -> (lowest, highest) at each of its points.
     """
     figure, axis = panel(6.5, 4)
     for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(SEVEN)):
@@ -108,7 +108,7 @@ def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x:
 
 
 def readable_ticks(axis: Any, low: float, high: float) -> None:
-    """Ticks of a logarithmic axis at 1, 2, 5, 10, ..., or at every digit where it spans less than a factor of five."""
+    """Set ticks of a logarithmic axis at 1, 2, 5, 10, ..., or more densely if it spans less than a factor of five."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 5 * low else range(10, 100, 2 if high > 1.5 * low else 1)))
     axis.set_major_formatter(lambda tick, _: f"{tick:,.10g}")
     axis.set_minor_locator(NullLocator())

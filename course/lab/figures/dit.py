@@ -1,4 +1,4 @@
-"""Pictures of lesson 15: samples in rows, and loss curves beside the spread of the seeds."""
+"""Figures of lesson 15: samples in rows, and loss curves compared with the spread of seeds."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -11,7 +11,7 @@ from course.lab.figures.style import BLUE, GREY, MARKS, ORANGE, label, panel
 
 
 def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str = "") -> Figure:
-    """A row of grey images, (N, H, W) from -1 to 1, for each name; what each column has stands above it."""
+    """A row of gray images, (N, H, W) from -1 to 1, for each name; `columns` are the titles above."""
     figure = Figure(figsize=(1.4 + 0.62 * len(columns), 0.62 * len(rows) + 0.6), layout="constrained")
     axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
     for line, (name, pictures) in zip(axes, rows.items(), strict=True):
@@ -28,7 +28,7 @@ def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str
 
 def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[str, Sequence[float]], y: str,
                         title: str = "") -> Figure:
-    """Curves relative to the first seed's, in percent, over the band of all seeds: (seeds, windows) and (windows,) each."""
+    """Curves, (windows,) each, in percent relative to the first seed, over the band of all seeds, (seeds, windows)."""
     figure, axis = panel(6.5, 4.4)
     others = 100 * (seeds / seeds[0] - 1)
     deviation = 100 * seeds.std(0, ddof=1) / seeds[0]
@@ -39,7 +39,7 @@ def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[s
         axis.plot(x, 100 * (np.asarray(curve) / seeds[0] - 1), color=colour, marker=mark, label=name)
     axis.axhline(0, color=GREY, linewidth=0.8)
     label(axis, x="step", y=y, grid="major")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # over the curves it would hide some
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # outside, so that it hides no curve
     axis.set_title(title, fontsize=10)
     return figure
 

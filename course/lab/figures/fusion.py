@@ -1,4 +1,4 @@
-"""Pictures of what fusing saves: the trips to memory of a chain of kernels."""
+"""Figure of what kernel fusion saves: the memory accesses of a chain of kernels."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from matplotlib.patches import FancyBboxPatch
 
 from course.lab.figures.style import BLUE, GREY, ORANGE, SKY
 
-Kernel = tuple[str, Sequence[str], Sequence[str]]    # its name, the names of what it reads and of what it writes
-STEP = 0.42                                          # between two arrows
+Kernel = tuple[str, Sequence[str], Sequence[str]]    # its name, and the names of the tensors that it reads and writes
+STEP = 0.42                                          # distance between two arrows
 
 
 def trips(panels: Mapping[str, Sequence[Kernel]]) -> Figure:
-    """Kernels above, memory below, an arrow for each tensor that a kernel reads (up) or writes (down); a panel a chain."""
+    """One panel per chain: kernels above, memory below, an arrow for each tensor that a kernel reads (up) or writes (down)."""
     figure = Figure(figsize=(9, 2.15 * len(panels)), layout="constrained")
     ends = []
     for number, (title, kernels) in enumerate(panels.items()):

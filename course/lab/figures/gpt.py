@@ -1,4 +1,4 @@
-"""Pictures of lesson 14: token files and the samples cut from them, where bytes go, and the grid of dp x tp x pp."""
+"""Figures of lesson 14: token files and their samples, the memory of logits, and the grid of dp x tp x pp."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -14,7 +14,7 @@ from course.planner import flops
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 KINDS = {"dp": BLUE, "tp": ORANGE, "pp": GREEN, "several": PURPLE, "one GPU": GREY}
-# what the widget shows: a name, and which of the source's cases belong to it
+# choices of the widget: name -> cases of the source
 GROUPS = {"8 GPUs, 1536x16": [c for c in CASES if c.name.endswith("_16_1536x16")],
           "tp within a node and across": [c for c in CASES if c.layout[1] >= 8 and c.layout[2] == 1],
           "data parallel": [c for c in CASES if c.layout[1:] == (1, 1) and c.name.endswith("1536x16")],
@@ -23,7 +23,7 @@ GROUPS = {"8 GPUs, 1536x16": [c for c in CASES if c.name.endswith("_16_1536x16")
 
 
 def packed_samples(lengths: Sequence[int], context: int) -> Figure:
-    """Documents end to end, a box for each token in its document's colour; below, the samples that are cut from them."""
+    """Concatenated documents, a box per token in its document's color; below, the samples cut from them."""
     total = sum(lengths)
     samples = max(0, total - 1) // context
     figure, axis = panel(9, 1.0 + 0.42 * samples)
@@ -47,19 +47,19 @@ def packed_samples(lengths: Sequence[int], context: int) -> Figure:
 
 
 def kind(layout: tuple[int, int, int]) -> str:
-    """Which axis of (dp, tp, pp) has ranks, for its colour."""
+    """Which axis of (dp, tp, pp) is larger than 1: its name, "several" or "one GPU" (keys of `KINDS`)."""
     names = [name for name, size in zip(("dp", "tp", "pp"), layout, strict=True) if size > 1]
     return names[0] if len(names) == 1 else "several" if names else "one GPU"
 
 
 def tflops(case: Case, ms: float = 0.0) -> float:
-    """Model TFLOP/s of each GPU in a case that takes `ms` for an iteration, by default as long as at the source."""
+    """Model TFLOP/s per GPU in a case that takes `ms` per iteration, by default the source's time."""
     c = config.load("gpt-124m", case.settings)
     return flops.step(c.model, c.train.global_batch) / ((ms or case.ms) / 1e3) / case.gpus / 1e12
 
 
 def grid(cases: Sequence[Case], title: str = "") -> Figure:
-    """For each case of the source the milliseconds of an iteration, MiB, and model TFLOP/s of a GPU, in three panels."""
+    """Three panels over the source's cases: milliseconds per iteration, MiB and model TFLOP/s per GPU."""
     figure = Figure(figsize=(11, 0.34 * len(cases) + 1.5), layout="constrained")
     axes: Any = figure.subplots(1, 3, sharey=True)
     kinds = {case.name: kind(case.layout) for case in cases}
@@ -77,12 +77,12 @@ def grid(cases: Sequence[Case], title: str = "") -> Figure:
 
 
 def explore_cases(cases: str) -> Figure:
-    """The widget's picture: the source's cases of one of `GROUPS`."""
+    """The widget's figure: the source's cases in one of `GROUPS`."""
     return grid(GROUPS[cases], f"{cases}: V100 GPUs of 16 GB, 8 in a node")
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Model TFLOP/s of a GPU for each case of our own measurements, a panel for each software that was measured."""
+    """Model TFLOP/s per GPU in our own measurements, one panel per software."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if "tflops" in row:
@@ -99,7 +99,7 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def describe_measured(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What `measured` shows, for who cannot see it: of each software the slowest and the fastest case."""
+    """Alt text for `measured`: the slowest and the fastest case of each software."""
     told = []
     for by in dict.fromkeys(row["by"] for row in rows):
         slow, *_, fast = sorted((row for row in rows if row["by"] == by and "tflops" in row), key=lambda row: row["tflops"]) * 2
@@ -108,7 +108,7 @@ def describe_measured(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """A row for each case of our own measurements: which of the source's it scales down, GPUs, and what each software took."""
+    """A row for each of our own cases: the source's case that it scales down, GPUs, and each software's measurements."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         source = "" if row["source"] == row["case"] else row["source"]
@@ -123,12 +123,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def logits_bytes(batch: int, tokens: int, vocab: int, tp: int = 1, chunk: int = 0, itemsize: int = 4) -> int:
-    """Bytes of the logits that a rank has at a time: of all its tokens, or of a chunk of them; of its part of the vocabulary."""
+    """Bytes of logits that a rank holds at a time: for all its tokens or a chunk, and its part of the vocabulary."""
     return (min(chunk, batch * tokens) or batch * tokens) * (vocab // tp) * itemsize
 
 
 def explore_logits(vocabulary: int, batch: int, tp: int, chunk: int) -> Figure:
-    """The widget's picture: logits that a rank has at a time beside what 12 blocks of GPT 124M keep of the same tokens."""
+    """The widget's figure: logits that a rank holds at a time, and activations of GPT 124M's 12 blocks for the same tokens."""
     block = 16 * batch * 1024 * 768 * 2
     values = {"logits of all tokens": logits_bytes(batch, 1024, vocabulary) / 1e9,
               "as chosen": logits_bytes(batch, 1024, vocabulary, tp, chunk) / 1e9,

@@ -1,4 +1,4 @@
-"""Figures of lesson 09: who talks to whom in a process mesh, and over which link."""
+"""Figures of lesson 09: which ranks of a process mesh communicate, and over which link."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def links(sizes: Mapping[str, int], order: str, per_node: int) -> dict[str, str]:
-    """Over what each axis of a mesh talks: "NVLink" where all its groups lie within a node, else "network", "" for size 1."""
+    """The link of each mesh axis: "NVLink" if all its groups are within a node, else "network"; "" for size 1."""
     grid = lay_out(sizes, order)
     found = {}
     for dim, axis in enumerate(AXES):
@@ -23,7 +23,7 @@ def links(sizes: Mapping[str, int], order: str, per_node: int) -> dict[str, str]
 
 
 def mesh(sizes: Mapping[str, int], order: str, per_node: int, axis: str) -> Figure:
-    """The GPUs, a row for each node, each with its rank and the letter of its group along the axis; below, every axis's link."""
+    """The GPUs, a row per node, each with its rank and the letter of its group along `axis`; below, the link of every axis."""
     grid = lay_out(sizes, order)
     rows = groups(grid, AXES.index(axis)).tolist()
     letter = {rank: number for number, row in enumerate(rows) for rank in row}

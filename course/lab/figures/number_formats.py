@@ -1,4 +1,4 @@
-"""Pictures of number formats: how far each reaches, how fine its steps are, and where real numbers lie among them."""
+"""Figures of number formats: their range and resolution, and where the numbers of real tensors fall."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, S
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format, from its bits."""
+    """A binary floating-point format, given by its bits."""
 
-    exponent: int                                    # bits of each
+    exponent: int                                    # bits
     mantissa: int
     top: float = 0.0                                 # the largest number, where the format does not follow IEEE 754
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the stored exponent."""
+        """The bias: the stored exponent minus this is the exponent."""
         return 2 ** (self.exponent - 1) - 1
 
     @property
     def largest(self) -> float:
-        """The largest number."""
+        """The largest finite number."""
         return self.top or 2.0**self.bias * (2 - 2.0**-self.mantissa)
 
     @property
     def normal(self) -> float:
-        """The smallest number with all bits of the mantissa."""
+        """The smallest normal number."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """The smallest number above zero: below `normal` the steps no longer shrink."""
+        """The smallest positive number, which is subnormal: below `normal` the spacing stays constant."""
         return self.normal * 2.0**-self.mantissa
 
 
@@ -48,10 +48,10 @@ COLOURS = dict(zip(FORMATS, (GREY, PURPLE, BLUE, GREEN, ORANGE, SKY), strict=Tru
 
 
 def numbers(kind: Format, low: float, high: float) -> np.ndarray:
-    """All numbers of a format from `low`, above zero, to `high`."""
+    """All numbers of a format from `low` (positive) to `high`."""
     found = []
     power = max(np.floor(np.log2(low)), np.log2(kind.normal))
-    if low < kind.normal:                            # those below the smallest normal one
+    if low < kind.normal:                            # subnormal numbers
         found.append(kind.smallest * np.arange(1, 2**kind.mantissa))
     while 2.0**power <= min(high, kind.largest):
         found.append(2.0**power * (1 + np.arange(2**kind.mantissa) / 2**kind.mantissa))
@@ -61,7 +61,7 @@ def numbers(kind: Format, low: float, high: float) -> np.ndarray:
 
 
 def ranges(names: Sequence[str] = tuple(FORMATS)) -> Figure:
-    """A bar for each format from its smallest number to its largest, in powers of two; paler where it loses bits."""
+    """A bar per format from its smallest number to its largest, in powers of two; pale where numbers are subnormal."""
     figure, axis = panel(8, 0.42 * len(names) + 1.2)
     for row, name in enumerate(names):
         kind = FORMATS[name]
@@ -78,7 +78,7 @@ def ranges(names: Sequence[str] = tuple(FORMATS)) -> Figure:
 
 
 def steps(names: Sequence[str] = ("bf16", "E4M3", "E5M2"), low: float = 1.0, high: float = 8.0) -> Figure:
-    """The numbers of some formats between two powers of two, each a tick."""
+    """The numbers of some formats from `low` to `high`, as ticks."""
     figure, axis = panel(8, 0.5 * len(names) + 1.1)
     for row, name in enumerate(names):
         axis.vlines(numbers(FORMATS[name], low, high), row - 0.35, row + 0.35, color=COLOURS[name],
@@ -89,7 +89,7 @@ def steps(names: Sequence[str] = ("bf16", "E4M3", "E5M2"), low: float = 1.0, hig
 
 
 def exponents(x: Tensor, low: int = -60, high: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    """(powers of two, percent of the numbers of x from each to the next); zeros are left out of the numerator."""
+    """(powers of two, percent of x's elements from each power to the next); zeros count only in the total."""
     magnitudes = x.detach().double().abs().flatten()
     powers = magnitudes[magnitudes > 0].log2().floor().clamp(low, high).long() - low
     counts = torch.bincount(powers, minlength=high - low + 1)
@@ -98,9 +98,9 @@ def exponents(x: Tensor, low: int = -60, high: int = 20) -> tuple[np.ndarray, np
 
 def magnitudes(groups: Mapping[str, Tensor], bars: Mapping[str, float], title: str = "", low: int = -60,
                high: int = 20) -> Figure:
-    """How large the numbers of some tensors are, in powers of two; below, what formats hold.
+    """The magnitudes of some tensors' elements, in powers of two; below, the range of formats.
 
-    `bars`: format -> what the tensors are multiplied with before they are cast to it, which moves its bar the other way.
+    `bars`: format -> the scale that multiplies tensors before the cast. It shifts the format's bar the other way.
     """
     figure = Figure(figsize=(8, 3.2 + 0.3 * len(bars)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 0.5 * len(bars) + 0.3])
@@ -125,7 +125,7 @@ def magnitudes(groups: Mapping[str, Tensor], bars: Mapping[str, float], title: s
 
 
 def amax_and_limits(amaxes: Sequence[float], allowed: Mapping[str, Sequence[float]], title: str = "") -> Figure:
-    """A tensor's amax step by step, and the largest number that each recipe's scale let through at that step."""
+    """A tensor's amax per step, and the largest number that each recipe's scale can represent in that step."""
     figure, axis = panel(8, 3.4)
     axis.semilogy(range(1, len(amaxes) + 1), amaxes, "o", color=GREY, markersize=4, label="amax of the tensor in this step")
     for (name, level), (_, colour) in zip(allowed.items(), cycle(MARKS)):

@@ -1,4 +1,4 @@
-"""Pictures of lesson 17: predictions beside measurements, where a step's time goes, and a plan that moves with sliders."""
+"""Figures of lesson 17: predictions compared with measurements, a step's time by part, and a plan with sliders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from course.planner.step_time import Time
 from course.utils.errors import CourseError
 
 AMBER, YELLOW = "#E69F00", "#F0E442"
-# what a bar is made of: a word, the parts that it adds up, colour, hatch
+# pieces of a bar: label, attributes to add up, color, hatch
 TIME = (("matmuls", ("matmul",), BLUE, ""), ("attention", ("attention",), SKY, ""), ("bound by memory", ("memory",), GREEN, ""),
         ("recomputed", ("recompute",), GREEN, "///"), ("optimizer", ("optimizer",), PURPLE, ""), ("tp", ("tensor",), ORANGE, ""),
         ("cp", ("context",), ORANGE, "///"), ("dp", ("data",), AMBER, ""), ("pipeline", ("send", "bubble"), YELLOW, ""),
@@ -34,10 +34,10 @@ BYTES = (("weights", ("parameters", "copies"), BLUE, ""), ("gradients", ("gradie
 Kinds = tuple[tuple[str, tuple[str, ...], str, str], ...]
 
 
-# ---- predictions beside measurements
+# ---- predictions and measurements
 
 def scatter(points: Mapping[str, Sequence[tuple[float, float]]], unit: str, title: str = "", band: float = 0.1) -> Figure:
-    """(measured, predicted), by group: predicted over measured against measured. In the grey band it is less than `band` off."""
+    """Predicted / measured over measured, for groups of (measured, predicted). In the gray band errors are below `band`."""
     figure, axis = panel(7.5, 4.2)
     axis.axhspan(1 - band, 1 + band, color=GREY, alpha=0.2, label=f"within {band:.0%}")
     axis.axhline(1, color=GREY, linewidth=1)
@@ -52,7 +52,7 @@ def scatter(points: Mapping[str, Sequence[tuple[float, float]]], unit: str, titl
 
 
 def errors(groups: Mapping[str, Mapping[str, float]], title: str = "", limit: float = 0.25) -> Figure:
-    """Errors of predictions, group -> case -> error, a dot for each; those of `limit` or more are orange squares."""
+    """Prediction errors, group -> case -> error, as dots; errors of `limit` or more are orange squares."""
     cases = [(group, name, error) for group, found in groups.items() for name, error in found.items()]
     figure, axis = panel(8.5, 0.2 * len(cases) + 1.3)
     axis.axvspan(-100 * limit, 100 * limit, color=GREY, alpha=0.15)
@@ -72,26 +72,26 @@ def errors(groups: Mapping[str, Mapping[str, float]], title: str = "", limit: fl
 
 
 def times(steps: Mapping[str, Time], measured: Mapping[str, float] | None = None, title: str = "") -> Figure:
-    """A bar for each predicted step, in pieces by what the time goes into; `measured` ms of some are diamonds."""
+    """A bar per predicted step, split by where the time goes; `measured` times in ms are diamonds."""
     figure, axis = panel(9, 0.5 * len(steps) + 1.9)
     bars(axis, {name: pieces(TIME, time, 1e3) for name, time in steps.items()}, TIME, "ms", title)
     for row, name in enumerate(steps):
         if measured and name in measured:
             axis.plot(measured[name], row, "D", color="black", markeredgecolor="white", label="measured" if not row else None)
-    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}      # each word once
+    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}      # each label once
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncol=6, fontsize=8)
     return figure
 
 
 def pieces(kinds: Kinds, found: Time | Memory, factor: float) -> dict[str, float]:
-    """The sizes of a bar's pieces, word -> number, without what is next to nothing."""
+    """The pieces of a bar, label -> size, without pieces below 0.1% of the total."""
     sizes = {word: factor * sum(getattr(found, part) for part in parts) for word, parts, _, _ in kinds}
     least = 1e-3 * sum(sizes.values())
     return {word: size for word, size in sizes.items() if size > least}
 
 
 def bars(axis: Any, found: Mapping[str, Mapping[str, float]], kinds: Kinds, unit: str, title: str = "") -> None:
-    """A horizontal bar for each name on an axis, in the colours of `kinds`, with its total."""
+    """A horizontal bar per name on an axis, in the colors of `kinds`, with its total."""
     looks = {word: (colour, hatch) for word, _, colour, hatch in kinds}
     for row, parts in enumerate(found.values()):
         start = 0.0
@@ -110,7 +110,7 @@ def bars(axis: Any, found: Mapping[str, Mapping[str, float]], kinds: Kinds, unit
 
 @dataclass(frozen=True)
 class Choice:
-    """A model of the widget: a preset, settings, and the kind of recorded step that it is compared with."""
+    """A model of the widget: a preset, settings, and the kind of recorded step to compare with."""
 
     preset: str
     settings: tuple[str, ...]
@@ -127,7 +127,7 @@ MODELS = {
     "DiT-XL/2, 256 px": Choice("dit-xl", FAST), "DiT-XL/2, 512 px": Choice("dit-xl-512", FAST), "DiT 7B": Choice("dit-7b", FAST),
     "8 layers of 4096, no update": Choice("gpt-124m", ("model.depth=8", *STACK), "stack"),
     "16 layers of 4096, no update": Choice("gpt-124m", ("model.depth=16", *STACK), "stack")}
-OWN = "its own"                                      # the sequence of the preset
+OWN = "its own"                                      # the preset's sequence length
 SP = {"no": ["parallel.sp=false"], "sp": ["parallel.sp=true", "parallel.overlap=none"], "sp, overlapped": ["parallel.sp=true"]}
 SLIDERS: dict[str, list[Any]] = {
     "model": list(MODELS), "batch": [2**n for n in range(13)], "micro_batch": [2**n for n in range(9)],
@@ -139,7 +139,7 @@ START = {"batch": 8, "micro_batch": 8, "hardware": "h200"}
 
 def config_of(model: str, batch: int, micro_batch: int, sequence: int | str, gpus: int, tp: int, sp: str, cp: int, pp: int,
               zero: int, recompute: str, precision: str) -> Config:
-    """The configuration that sliders stand for; dp is what the other axes leave. Raises `CourseError` where a run would."""
+    """The configuration of the sliders, with dp from the other axes. Raises `CourseError` if a run would refuse it."""
     choice = MODELS[model]
     if gpus % (tp * cp * pp):
         raise CourseError(f"tp={tp} x cp={cp} x pp={pp} = {tp * cp * pp} does not divide {gpus} GPUs: choose smaller axes, or "
@@ -156,13 +156,13 @@ def config_of(model: str, batch: int, micro_batch: int, sequence: int | str, gpu
 
 
 def tokens_of(choice: Choice, sequence: int | str) -> list[str]:
-    """Settings that give a model so many tokens. Raises `CourseError` where its picture or field has none of that size."""
+    """Settings for a sequence of `sequence` tokens. Raises `CourseError` if no latent or field has that many patches."""
     if sequence == OWN:
         return []
     model, tokens = load(choice.preset, ["precision=bf16", *choice.settings]).model, int(sequence)
     if isinstance(model, GPTConfig):
         return [f"model.context={tokens}"]
-    square = tokens if isinstance(model, DiTConfig) else tokens // 2    # a latent is square, a field twice as wide as high
+    square = tokens if isinstance(model, DiTConfig) else tokens // 2    # latents are square, fields twice as wide as high
     side = round(square**0.5)
     if side * side != square:
         raise CourseError(f"{tokens} tokens are no {'square of' if isinstance(model, DiTConfig) else 'two squares of'} patches: "
@@ -174,7 +174,7 @@ def tokens_of(choice: Choice, sequence: int | str) -> list[str]:
 
 
 def time_of(config: Config, chosen: Hardware, kind: str) -> Time:
-    """The predicted step; of a stack as `course bench` measures it, in 16 bits and without an update."""
+    """The predicted step; for a stack, as `course bench` measures it: in 16 bits and without the optimizer."""
     if kind == "stack":
         return replace(step_time.time_of(workload_as(Workload16Bit, config, chosen)), optimizer=0.0)
     return step_time.predict(config, chosen)
@@ -182,7 +182,7 @@ def time_of(config: Config, chosen: Hardware, kind: str) -> Time:
 
 @cache
 def measured_steps() -> dict[tuple[Any, ...], list[recorded_steps.Step]]:
-    """The recorded steps by what the sliders set."""
+    """The recorded steps, by `signature`."""
     found: dict[tuple[Any, ...], list[recorded_steps.Step]] = {}
     for step in recorded_steps.steps():
         found.setdefault(signature(step.config, step.kind), []).append(step)
@@ -190,7 +190,7 @@ def measured_steps() -> dict[tuple[Any, ...], list[recorded_steps.Step]]:
 
 
 def signature(c: Config, kind: str) -> tuple[Any, ...]:
-    """What two configurations have alike whose steps take equally long: settings that mean nothing to a layout are left out."""
+    """A key for configurations with the same step time: it leaves out settings without effect in their layout."""
     p, t = c.parallel, c.train
     share = t.global_batch // (p.dp or 1)
     return (kind, c.model, t.global_batch, min(t.micro_batch or share, share), t.recompute, c.precision, c.fp8.by, c.compile,
@@ -201,7 +201,7 @@ def signature(c: Config, kind: str) -> tuple[Any, ...]:
 
 
 def explore_step(model: str, hardware: str, **values: Any) -> Figure:
-    """The widget: memory and time of a configuration in pieces, measured points where there are, and how it scales."""
+    """The widget's figure: memory and time of a configuration by part, measurements if recorded, and scaling."""
     chosen = presets.load(hardware)
     choice, config = MODELS[model], config_of(model, **values)
     chosen.peak(config.precision)
@@ -210,7 +210,7 @@ def explore_step(model: str, hardware: str, **values: Any) -> Figure:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1.35, 1])       # type: ignore[misc]
     upper, lower = left.subplots(2, 1)
-    fits = bytes_.total <= chosen.room(FREE)            # as `course plan` has it
+    fits = bytes_.total <= chosen.room(FREE)            # the same rule as `course plan`
     bars(upper, {"": pieces(BYTES, bytes_, 1e-9)}, BYTES, "GB",
          f"memory of the fullest GPU: {'fits' if fits else 'DOES NOT FIT'} with {FREE:.0%} free (fullest: {bytes_.moment})")
     upper.axvline(chosen.room(FREE) / 1e9, color="black", linestyle="--",
@@ -222,7 +222,7 @@ def explore_step(model: str, hardware: str, **values: Any) -> Figure:
         for number, step in enumerate(seen):
             axis.plot(getattr(step, value), 0, "D", color="black", markeredgecolor="white", markersize=8,
                       label="measured" if not number else None)
-        axis.set_ylim(0.45, -1.0)                    # room for words above the bar
+        axis.set_ylim(0.45, -1.0)                    # space for the legend above the bar
         axis.set_yticks([])
         axis.legend(loc="upper left", ncol=5, fontsize=8, frameon=False, columnspacing=1, handlelength=1.2)
     scaling(right.subplots(), model, chosen, choice.kind, values, seen)
@@ -233,7 +233,7 @@ def explore_step(model: str, hardware: str, **values: Any) -> Figure:
 
 def scaling(axis: Any, model: str, chosen: Hardware, kind: str, values: Mapping[str, Any],
             seen: Sequence[recorded_steps.Step]) -> None:
-    """Strong scaling on an axis: samples/s of the same batch on 1 to all GPUs, dp being what the other axes leave."""
+    """Draw strong scaling: samples/s of the same batch on 1, 2, 4, ... GPUs, with dp from the other axes."""
     rates: dict[int, tuple[float, bool]] = {}
     for gpus in [2**n for n in range(15)]:
         try:

@@ -1,4 +1,4 @@
-"""Pictures of a pipeline's schedule: pure functions from the times of its passes to a figure."""
+"""Figures of pipeline schedules: pure functions from the times of passes to a figure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from course.lab.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, panel
 from course.parallel.pipeline_parallel.schedules import Pass, alive, bubble, idle_share, passes_of, timeline
 
 When = Mapping[tuple[int, Pass], tuple[float, float]]
-MOST_NUMBERED = 300                                  # boxes that are wide enough for their numbers
+MOST_NUMBERED = 300                                  # with more boxes, they are too narrow for numbers
 FORWARD, BACKWARD = (BLUE, SKY, PURPLE, "#BBCCEE"), (ORANGE, "#E69F00", GREEN, "#F0E442")        # by chunk
 
 
 def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a micro-batch", note: str = "") -> Figure:
-    """What each rank does when, one panel for each of `runs` over the same clock: boxes with the number of the micro-batch.
+    """Each rank's passes over time, one panel per run with a shared time axis: boxes with the micro-batch's number.
 
-    `note` stands above all.
+    `note` is the title above all panels.
     """
     figure = Figure(figsize=(9, (0.38 * p + 0.75) * len(runs) + 0.5), layout="constrained")
     longest = max(end for when in runs.values() for _, end in when.values())
@@ -44,11 +44,11 @@ def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a
 
 
 def simulated(schedule: str, p: int, m: int, v: int = 1) -> Figure:
-    """The timeline of a schedule by simulation, with what theory says of its bubble and the activations kept on each rank."""
+    """The simulated timeline of a schedule, with its theoretical bubble and the activations kept on each rank."""
     if schedule != "interleaved":
         v = 1
     elif m < p:
-        m = p                                        # a round has at least p micro-batches
+        m = p                                        # interleaving needs at least p micro-batches
     made = [passes_of(schedule, p, rank, m, v) for rank in range(p)]
     kept = ", ".join(f"{alive(passes) / v:g}" for passes in made)
     title = f"{schedule}, {p} ranks, {m} micro-batches" + (f", {v} chunks a rank" if v > 1 else "")
@@ -57,7 +57,7 @@ def simulated(schedule: str, p: int, m: int, v: int = 1) -> Figure:
 
 
 def activations_kept(runs: Mapping[str, list[list[Pass]]], v: Mapping[str, int] | None = None) -> Figure:
-    """How many micro-batches' activations each rank keeps at most, in activations of all of the rank's layers; bars by rank."""
+    """Bars per rank: the most micro-batches whose activations it keeps, in units of activations of all its layers."""
     figure, axis = panel(7, 3.2)
     width = 0.8 / len(runs)
     for number, ((name, made), colour) in enumerate(zip(runs.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False)):

@@ -1,4 +1,4 @@
-"""Pictures of what a profiler saw: a step's timeline, and where the time of several went."""
+"""Figures of profiler traces: the timeline of a step, and several steps' time by part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from course.training.trace_breakdown import COLOURS, LABELS
 
 KIND = {"attention": ORANGE, "matmul": BLUE, "optimizer": GREEN, "communication": PURPLE, "copy": "#E69F00", "other": SKY}
 LANES = ("parts", "launches", "operators", "GPU", "communication")
-MOST_NAMED = 0.04                                    # of the width: shorter boxes have no room for their names
+MOST_NAMED = 0.04                                    # share of the width: shorter boxes get no name
 
 
 def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
-    """One step of a trace, its last, as (lane, name, kind, begin, end) in microseconds from its begin."""
+    """The last step of a trace as [row, name, kind, begin, end], in microseconds since its start; rows are `LANES`."""
     parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in trace_breakdown.PARTS]
     steps = sorted(event["ts"] for event in parts if event["name"] == trace_breakdown.PARTS[0])
     begin, end = steps[-1], max(event["ts"] + event["dur"] for event in parts)
@@ -42,7 +42,7 @@ def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
 
 
 def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None = None) -> Figure:
-    """A step as boxes in lanes over the time: (lane, name, kind, begin, end), in microseconds, up to `until`."""
+    """A step as boxes over time, from the rows of `last_step`, in microseconds up to `until`."""
     lanes = [lane for lane in LANES if any(row[0] == lane for row in rows)]
     end = until or max(row[4] for row in rows)
     figure, axis = panel(9, 0.55 * len(lanes) + 1.5)
@@ -64,7 +64,7 @@ def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None
 
 
 def one_block(rows: Sequence[Sequence[Any]]) -> list[tuple[str, float, float]]:
-    """The GPU's kernels of one block in the middle of a step, from attention to the next attention: (kind, begin, end)."""
+    """The GPU kernels of one block in the middle of a step, from one attention to the next, as (kind, begin, end)."""
     on_gpu = sorted((row for row in rows if row[0] == "GPU"), key=lambda row: float(row[3]))
     attention = [row[3] for row in on_gpu if row[2] == "attention"]
     first, last = attention[len(attention) // 2], attention[len(attention) // 2 + 1]
@@ -72,7 +72,7 @@ def one_block(rows: Sequence[Sequence[Any]]) -> list[tuple[str, float, float]]:
 
 
 def blocks(steps: Mapping[str, Sequence[Sequence[Any]]], title: str = "") -> Figure:
-    """What the GPU runs for one block in each of several steps over the same clock, and how many kernels that is."""
+    """The GPU kernels of one block in each of several steps on a shared time axis, and their number."""
     figure, axis = panel(9, 0.6 * len(steps) + 1.5)
     found = {name: one_block(rows) for name, rows in steps.items()}
     longest = max(stop for kernels in found.values() for _, _, stop in kernels)
@@ -90,7 +90,7 @@ def blocks(steps: Mapping[str, Sequence[Sequence[Any]]], title: str = "") -> Fig
 
 
 def shares(accounts: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """A bar for each step, all of the same length, in the parts that its time went to (keys of `account.LABELS`)."""
+    """A bar per step, normalized to 100%, split by where its time goes (keys of `trace_breakdown.LABELS`)."""
     figure, axis = panel(9, 0.45 * len(accounts) + 1.6)
     for row, time in enumerate(accounts.values()):
         whole, left = sum(time.values()), 0.0

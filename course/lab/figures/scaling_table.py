@@ -1,4 +1,4 @@
-"""Recorded times on several numbers of GPUs as a table: milliseconds, and how well they scale."""
+"""A table of recorded step times on several numbers of GPUs: milliseconds and scaling efficiency."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ Row = Mapping[str, Any]
 def table(rows: Iterable[Row], one_gpu: Callable[[str], str]) -> dict[str, dict[str, Any]]:
     """Case -> column -> value, from rows of {"case", "gpus", "ms", "memory_gb"}.
 
-    `one_gpu(case)` names the case on one GPU that a case is compared with: its efficiency is that time, over the number of
-    GPUs times its own. Rows that could not be measured have no `ms`, and their places stay empty.
+    `one_gpu(case)` names the baseline on one GPU. Efficiency is the baseline's time divided by (number of GPUs x the case's
+    time). Rows that could not be measured have no `ms`, and their cells stay empty.
     """
     rows = list(rows)
     measured = {(row["case"], row["gpus"]): row for row in rows if "ms" in row}

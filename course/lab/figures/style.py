@@ -1,4 +1,4 @@
-"""Figures of the lessons: pure functions from numbers to a matplotlib figure, in colours that the colour-blind tell apart."""
+"""Shared style and basic plots of the lessons' figures, in colorblind-safe colors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -15,13 +15,13 @@ MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", SKY), ("
 
 
 def panel(width: float, height: float) -> tuple[Figure, Any]:
-    """A figure of so many inches, and its one axis."""
+    """A figure of this size in inches, and its only axis."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
 
 def label(axis: Any, x: str = "", y: str = "", title: str = "", grid: Literal["", "major", "both"] = "") -> None:
-    """Words at an axis and above it, and a pale grid."""
+    """Label an axis, with a title and a pale grid."""
     axis.set(xlabel=x, ylabel=y)
     axis.set_title(title, fontsize=10)
     if grid:
@@ -29,7 +29,7 @@ def label(axis: Any, x: str = "", y: str = "", title: str = "", grid: Literal[""
 
 
 def name_rows(axis: Any, names: Iterable[str], size: int = 10) -> None:
-    """Name the rows of horizontal bars, the first on top."""
+    """Name the rows of horizontal bars, the first at the top."""
     words = list(names)
     axis.set_yticks(range(len(words)), words, fontsize=size)
     axis.set_ylim(len(words) - 0.5, -0.5)
@@ -37,7 +37,7 @@ def name_rows(axis: Any, names: Iterable[str], size: int = 10) -> None:
 
 def stacked(bars: Mapping[str, Mapping[str, float]], x: str, title: str = "",
             limits: Mapping[str, float] | None = None) -> Figure:
-    """A horizontal bar for each name, made of its parts end to end, with their sum; `limits` are vertical lines to stay below."""
+    """A stacked horizontal bar per name, with its sum; `limits` are vertical lines to stay below."""
     figure, axis = panel(8, 0.36 * len(bars) + 1.6)
     left = [0.0] * len(bars)
     for part, (_, colour) in zip(dict.fromkeys(part for row in bars.values() for part in row), cycle(MARKS)):
@@ -46,7 +46,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], x: str, title: str = "",
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
         axis.annotate(f"{total:.3g}", (total, row), (4, 0), textcoords="offset points", va="center", fontsize=9, zorder=3,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})        # over a limit's line
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})        # above the limit lines
     name_rows(axis, bars)
     for name, limit in (limits or {}).items():
         axis.axvline(limit, color=GREY, linestyle="--")
@@ -59,31 +59,31 @@ def stacked(bars: Mapping[str, Mapping[str, float]], x: str, title: str = "",
 
 
 def bars(values: Mapping[str, float], unit: str, title: str = "") -> Figure:
-    """A horizontal bar for each name, with its number."""
+    """A horizontal bar per name, with its value."""
     figure, axis = panel(8, 0.36 * len(values) + 1.2)
     bar_rows(axis, values, unit, title)
     return figure
 
 
 def bar_rows(axis: Any, values: Mapping[str, float], unit: str, title: str, colours: Mapping[str, str] | None = None) -> None:
-    """The bars of one panel, the first on top, each with its number."""
+    """Draw horizontal bars on an axis, the first at the top, each with its value."""
     most = max(values.values())
     for row, (name, value) in enumerate(values.items()):
         axis.barh(row, value, color=(colours or {}).get(name, BLUE), edgecolor="white")
         axis.text(value + 0.01 * most, row, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", va="center", fontsize=9)
     name_rows(axis, values, size=9)
     axis.set_xlim(0, 1.22 * most)
-    axis.locator_params(axis="x", nbins=5)           # or the numbers of narrow panels run into each other
+    axis.locator_params(axis="x", nbins=5)           # so that tick labels of narrow panels do not overlap
     axis.set_xlabel(unit)
     axis.set_title(title, fontsize=10, loc="left")
 
 
 def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, tuple[float, float]] | None = None,
              title: str = "") -> Figure:
-    """FLOP/s against arithmetic intensity, both logarithmic.
+    """A roofline plot: FLOP/s over arithmetic intensity, both logarithmic.
 
-    `ceilings`: machine -> (FLOP/s, bytes/s), drawn as a roof each. `points`: name -> (FLOPs a byte, FLOP/s), named in the
-    legend, each with a mark of its own: names beside dots that lie close together would cover one another.
+    `ceilings`: machine -> (FLOP/s, bytes/s), one roof each. `points`: name -> (FLOPs per byte, FLOP/s). The legend names the
+    points by mark, because names next to close points would overlap.
     """
     figure, axis = panel(6.5, 4.2)
     intensity = np.logspace(-2, 4, 200)
@@ -99,7 +99,7 @@ def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, t
 
 def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
            levels: Mapping[str, float] | None = None) -> Figure:
-    """Lines, name -> (xs, ys), over one another; `levels` are horizontal lines to compare with."""
+    """Lines, name -> (xs, ys), in one panel; `levels` are horizontal lines to compare with."""
     figure, axis = panel(6.5, 3.8)
     for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
         axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 60 else "", markevery=1 + len(xs) // 15,
@@ -107,9 +107,9 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
     for (name, level), dash in zip((levels or {}).items(), cycle(("--", ":", "-."))):
         axis.axhline(level, color=GREY, linestyle=dash, label=name)
         low, high = axis.get_ylim()
-        axis.set_ylim(min(low, level - 0.04 * (high - low)), max(high, level + 0.04 * (high - low)))    # off the frame
+        axis.set_ylim(min(low, level - 0.04 * (high - low)), max(high, level + 0.04 * (high - low)))    # away from the frame
     label(axis, x=x, y=y, grid="major")
-    if len(lines) + len(levels or {}) > 5:           # too many to leave the lines room
+    if len(lines) + len(levels or {}) > 5:           # a legend inside would cover the lines
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     else:
         axis.legend()
@@ -118,7 +118,7 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 
 
 def patches(field: np.ndarray, side: int, title: str = "") -> Figure:
-    """An (H, W) field with the grid of patches of `side` points, one of them marked: a patch becomes a token."""
+    """An (H, W) field with its grid of patches of `side` x `side` points, one of them marked: each becomes a token."""
     figure, axis = panel(7, 3.6)
     axis.imshow(field, cmap=FIELD, interpolation="nearest")
     height, width = field.shape
@@ -134,9 +134,9 @@ def patches(field: np.ndarray, side: int, title: str = "") -> Figure:
 
 def grouped_bars(groups: Mapping[str, Mapping[str, float]], unit: str, title: str = "",
           predicted: Mapping[str, float] | None = None) -> Figure:
-    """Group -> rung -> number: a panel for each group, all on one scale, with how many times its group's first each rung is.
+    """Group -> name -> value: a panel per group, all on one scale; each bar shows its ratio to the first of its group.
 
-    `predicted` of some rungs are diamonds on their lines.
+    `predicted` values, by name, are diamonds.
     """
     figure = Figure(figsize=(9, 0.36 * sum(map(len, groups.values())) + 0.5 * len(groups) + 1), layout="constrained")
     axes: Any = figure.subplots(len(groups), 1, squeeze=False, sharex=True, height_ratios=[len(bars) for bars in groups.values()])

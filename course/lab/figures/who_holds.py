@@ -1,6 +1,6 @@
-"""Pictures of who holds what and who sends what: parameters, optimizer states and activations of real ranks.
+"""Figures of which rank holds and sends what: parameters, optimizer states and activations.
 
-They draw what `instruments/forward_trace.trace` found in the ranks, so they cannot show anything else than what the library does.
+They draw what `instruments/forward_trace.trace` recorded on real ranks, so they always show what the library does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from course.lab.instruments.forward_trace import Event, Held, Part
 
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
-CELLS = 48                                           # the most squares of a picture of a tensor along each side
+CELLS = 48                                           # maximum squares per side in the picture of a tensor
 COLLECTIVES = {"all-reduce": PURPLE, "all-gather": SKY, "reduce-scatter": GREEN, "send": ORANGE, "recv": ORANGE}
 
 
 def held_share(parts: Sequence[Part]) -> np.ndarray:
-    """The serial tensor as a picture of at most 48 x 48 squares, (rows, columns): of each the share that these parts cover."""
+    """The share that these parts cover of the serial tensor, in at most 48 x 48 squares, (rows, columns)."""
     shape = parts[0].shape
     mask = np.zeros(shape, dtype=bool)
     for part in parts:
@@ -37,9 +37,9 @@ def held_share(parts: Sequence[Part]) -> np.ndarray:
 
 
 def parameters(ranks: Sequence[Held], names: Mapping[str, str], of: str = "parameters", title: str = "") -> Figure:
-    """A row for each rank, a column for each tensor (label -> name): its outline, and in colour the part that the rank holds.
+    """A row per rank, a column per tensor (label -> name): its outline, and in color the part that the rank holds.
 
-    of: "parameters", or "states" for those whose optimizer states a rank has.
+    of: "parameters", or "states" for the parameters whose optimizer states the rank holds.
     """
     figure = Figure(figsize=(1.5 + 1.15 * len(names), 0.4 + 1.05 * len(ranks)), layout="constrained")
     axes: Any = figure.subplots(len(ranks), len(names), squeeze=False)
@@ -59,15 +59,15 @@ def parameters(ranks: Sequence[Held], names: Mapping[str, str], of: str = "param
 
 
 def rgba(colour: str, share: np.ndarray) -> np.ndarray:
-    """(rows, columns, 4): a colour as opaque as its share."""
+    """(rows, columns, 4): a color with the share as opacity."""
     red, green, blue = (int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5))
     return np.stack([np.full_like(share, value) for value in (red, green, blue)] + [0.85 * share], axis=-1)
 
 
 def chosen(events: Sequence[Event], names: Mapping[str, str]) -> list[tuple[str, Event]]:
-    """The events that a picture shows: the modules named (label -> name), and collectives between, just before and just after.
+    """Select the events to draw: the named modules (label -> name), and collectives between, just before and just after.
 
-    What a rank receives is left out: another rank sends it.
+    It leaves out receives, because the sending rank shows them.
     """
     labels = {name: label for label, name in names.items()}
     places = [place for place, event in enumerate(events) if event.name in labels and not event.collective]
@@ -81,10 +81,10 @@ def chosen(events: Sequence[Event], names: Mapping[str, str]) -> list[tuple[str,
 
 
 def forward(serial: Held, ranks: Sequence[Held], names: Mapping[str, str], title: str = "") -> Figure:
-    """The forward pass from left to right, a row for each rank: of each activation the outline of the serial model's, tokens
-    downwards and features across, with the part that the rank has; bars over all ranks are collectives, arrows messages.
+    """The forward pass from left to right, a row per rank. Each activation is the outline of the serial model's, tokens
+    downwards and features across, with the rank's part filled. Bars across all ranks are collectives, arrows are messages.
 
-    names: label -> name of the modules whose outputs are shown.
+    names: label -> name of the modules to show.
     """
     whole = {event.name: event.shape for event in serial.events}
     rows = [chosen(held.events, names) for held in ranks]
@@ -110,7 +110,7 @@ def forward(serial: Held, ranks: Sequence[Held], names: Mapping[str, str], title
 
 
 def draw_collective(axis: Any, place: float, rank: int, ranks: int, event: Event) -> None:
-    """A bar over all ranks, drawn once, with the shape that a rank brings; or an arrow from this rank to the one it sends to."""
+    """Draw a collective once, as a bar across all ranks with a rank's input shape; or a send as an arrow between ranks."""
     kind, *target = event.name.split()
     if kind == "send":
         to = int(target[-1])
@@ -123,16 +123,16 @@ def draw_collective(axis: Any, place: float, rank: int, ranks: int, event: Event
 
 
 def tokens_and_features(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of an activation (batch, tokens, features) or (batch, heads, tokens, head_dim)."""
+    """The numbers of tokens and features of an activation (batch, tokens, features) or (batch, heads, tokens, head_dim)."""
     return (shape[2], shape[1] * shape[3]) if len(shape) == 4 else (shape[-2], shape[-1])
 
 
 def draw_activation(axis: Any, place: float, rank: int, shape: tuple[int, ...], whole: tuple[int, ...], colour: str) -> None:
-    """The outline of the whole activation at a place of a rank's row, and in it the part that the rank has."""
+    """Draw the outline of the whole activation in a rank's row, with the rank's part filled."""
     (tokens, features), (all_tokens, all_features) = tokens_and_features(shape), tokens_and_features(whole)
     left, top, side = place + 0.14, rank - 0.36, 0.72
     down, across = side * tokens / all_tokens, side * features / all_features
-    first_row, first_column = (rank * part % side if part < side else 0.0 for part in (down, across))     # the rank-th part
+    first_row, first_column = (rank * part % side if part < side else 0.0 for part in (down, across))     # the rank's part
     axis.add_patch(Rectangle((left + first_column, top + first_row), across, down, facecolor=colour, alpha=0.85))
     axis.add_patch(Rectangle((left, top), side, side, fill=False, edgecolor=GREY, linewidth=1))
     axis.text(place + 0.5, rank + 0.42, f"{tokens} × {features}", ha="center", va="top", fontsize=7)

@@ -1,4 +1,4 @@
-"""Pictures with sliders: a widget is a pure function from numbers to a figure, and a slider for each number."""
+"""Figures with sliders: a widget is a pure function from values to a figure, with a slider per argument."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from course.utils.errors import CourseError
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as an image."""
+    """Render a figure to PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100, bbox_inches="tight")
     return buffer.getvalue()
@@ -21,10 +21,9 @@ def png(figure: Figure) -> bytes:
 def explore(draw: Callable[..., Figure], alt: str, start: Mapping[str, Any] | None = None, **sliders: Sequence[Any]) -> Any:
     """Show `draw(**values)` with a slider for each keyword over its values; returns the widget.
 
-    A slider starts at its value in `start`, or at its first one, so that moving it is an experiment. `alt` says in words what is
-    drawn, for who cannot see it; it stands below the picture, so it must not say what moving the slider shows. Values that do not
-    go together, for which `draw` raises a `CourseError`, show its sentence in the place of the picture. Where widgets do not
-    work, such as on a page that only shows the notebook, the first picture stands in.
+    A slider starts at its value in `start`, or at its first value. `alt` is the alt text; it also appears below the figure, so
+    it must not reveal what moving the sliders shows. If `draw` raises `CourseError` because values do not fit together, its
+    sentence replaces the figure. Pages that cannot run widgets show the first figure.
     """
     import ipywidgets as widgets
     from IPython.display import display
@@ -52,7 +51,7 @@ def explore(draw: Callable[..., Figure], alt: str, start: Mapping[str, Any] | No
 
 
 def columns(handles: Sequence[Any], most: int = 6) -> list[Any]:
-    """Sliders below one another, or in two columns if there are many."""
+    """Arrange sliders in one column, or in two if there are more than `most`."""
     import ipywidgets as widgets
 
     if len(handles) <= most:

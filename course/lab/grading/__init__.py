@@ -1,1 +1,1 @@
-"""A class's submissions: collected, checked, marked."""
+"""Collect, check and mark a class's submissions."""

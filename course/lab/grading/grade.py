@@ -1,9 +1,8 @@
-"""`course grade`: a class's notebooks, hidden variants of the checks, a gradebook.
+"""`course grade`: grade a class's notebooks with hidden inputs, and write a gradebook.
 
-Every answer runs isolated (`sandbox`), on inputs of a seed and of sizes that learners have not seen; what
-they printed, wrote or claim counts for nothing. Results are kept one by one, so that a run that was
-interrupted goes on where it stopped, one with new submissions grades only those, and the gradebook of
-one lesson grows into that of the course.
+Every answer runs isolated (`sandbox`), on inputs whose seed and sizes learners have not seen. What learners printed, wrote or
+claim counts for nothing. Each result is saved by itself: an interrupted run continues where it stopped, a run with new
+submissions grades only those, and the gradebook of one lesson grows into that of the course.
 """
 
 import csv
@@ -34,11 +33,11 @@ from course.utils.atomic_files import atomic, sha256
 from course.utils.errors import CourseError
 from course.utils.machine import cores
 
-MAX_RETRY_SECONDS = 300.0                            # seconds for what of a learner's could not be checked, at the run's end
-# where a spreadsheet begins a cell, and a formula in it
+MAX_RETRY_SECONDS = 300.0                            # seconds per learner to retry unchecked answers at the end of a run
+# the start of a spreadsheet cell, followed by a formula
 FORMULA_START = re.compile(r"""(^|[,;\t|])([\s"']*)(?=[=+\-@＝＋－＠])""")
 REOPEN = "open the notebook in JupyterLab, run it, save it, and hand it in again"
-KeptResult = tuple[dict[str, Any], tuple[Verdict, ...]]  # a result as it lies in results/, and its verdicts
+KeptResult = tuple[dict[str, Any], tuple[Verdict, ...]]  # a saved result, as in results/, and its verdicts
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Graded:
 
     @property
     def unchecked(self) -> bool:
-        """Whether something in it could not be checked, so that it is no mark yet."""
+        """Whether some exercise could not be checked, so there is no mark yet."""
         return any(verdict.unchecked for verdict in self.verdicts)
 
     @property
     def points(self) -> int:
-        """The points of the exercises that passed, as the exercises are worth today."""
+        """The sum of the current points of the exercises that passed."""
         return sum(find(verdict.exercise).points for verdict in self.verdicts if verdict.passed)
 
 
@@ -63,7 +62,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
          trust: bool = False) -> list[Graded]:
     """Grade all submissions below `folder`; write gradebook.csv, junit.xml and feedback/ to `out`.
 
-    All three hold whatever was ever graded into `out`: other lessons and other folders, too.
+    All three include every earlier result in `out`, also from other lessons and folders.
     """
     seed = choose_seed(out, seed)
     submissions, notes = collect_submissions(folder,
@@ -108,7 +107,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
 
 @contextmanager
 def errors_printed(what: str) -> Iterator[None]:
-    """Print what went wrong with one learner's files, and go on: it must not end a class's run."""
+    """Print an error with one learner's files and continue: it must not end the class's run."""
     try:
         yield
     except Exception as error:
@@ -116,7 +115,7 @@ def errors_printed(what: str) -> Iterator[None]:
 
 
 def describe_protection(trust: bool) -> str:
-    """What keeps answers from harm here, in a sentence; a `CourseError` where nothing does and nobody said that this is fine."""
+    """Describe how answers are isolated here, in a sentence. Raises `CourseError` if nothing isolates them, unless `trust`."""
     layers = sandbox.layers()
     limits = "within limits on time, memory, processes, output and disk"
     if layers.namespaces:
@@ -131,7 +130,7 @@ def describe_protection(trust: bool) -> str:
 
 
 def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int) -> list[Graded]:
-    """Grade some submissions at a time, telling of each as it is done."""
+    """Grade submissions, `jobs` at a time, and print each result as it is done."""
     save_seed(out, seed)
     graded, before = [], {submission: load_result(result_path(submission, out)) for submission in submissions}
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in exercises_of_lesson(lesson)]
@@ -146,14 +145,14 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
                 graded = [one if other.submission == one.submission else other for other in graded]
                 print_progress(one, "again", before)
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)              # leaving the block waits for those in hand
+            pool.shutdown(wait=False, cancel_futures=True)              # leaving the block waits for running tasks
             print(f"stopped: what is graded is kept in {out / 'results'}, and the same command goes on", flush=True)
             raise
     return graded
 
 
 def print_progress(graded: Graded, which: str, before: Mapping[Submission, KeptResult | None]) -> None:
-    """Print what became of a submission."""
+    """Print the result of a submission."""
     who, lesson = render.printable_line(graded.submission.learner), graded.submission.lesson
     print(f"{which} {who}, lesson {lesson}: {graded.points} of {sum(e.points for e in exercises_of_lesson(lesson))} "
           f"points{', some could not be checked' * graded.unchecked}{describe_replacement(graded, before[graded.submission])}",
@@ -161,13 +160,13 @@ def print_progress(graded: Graded, which: str, before: Mapping[Submission, KeptR
 
 
 def run_reference(job: tuple[str, int, bool, int]) -> None:
-    """Run the right answer and the known mistakes; where that fails, grading meets it again and says for whom."""
+    """Run the right answer and the known mistakes, to cache them. It ignores errors: grading meets and reports them again."""
     with suppress(Exception):
         reference_runs(*job)
 
 
 def describe_replacement(new: Graded, earlier: KeptResult | None) -> str:
-    """What becomes of the mark that an earlier run gave, as the end of a sentence; nothing if there is none or it stays."""
+    """How the mark of an earlier run changes, as the end of a sentence; "" if there is none or it stays."""
     if not earlier:
         return ""
     old_points = Graded(new.submission, tuple(v for v in earlier[1] if v.exercise in all_exercises())).points
@@ -177,7 +176,7 @@ def describe_replacement(new: Graded, earlier: KeptResult | None) -> str:
 
 
 def why_outdated(submission: Submission, out: Path) -> str:
-    """Why a notebook does not count: an earlier run graded a newer one; "" if it counts."""
+    """Why a notebook does not count, because an earlier run graded a newer one; "" if it counts."""
     earlier, date = load_result(result_path(submission, out)), submission_date(submission)
     if not earlier or date >= earlier[0]["date"] or earlier[0]["notebook"] == notebook_digest(submission):
         return ""
@@ -187,7 +186,7 @@ def why_outdated(submission: Submission, out: Path) -> str:
 
 
 def submission_date(submission: Submission) -> float:
-    """When it was handed in: as the platform's name for it says, else as the file does."""
+    """When it was handed in, as timestamp: from the platform's file name, else the file's modification time."""
     try:
         return submission.date or submission.path.stat().st_mtime
     except OSError:
@@ -195,7 +194,7 @@ def submission_date(submission: Submission) -> float:
 
 
 def notebook_digest(submission: Submission) -> str:
-    """The notebook's SHA-256, or its size where it is too large to be one; "" if it cannot be read."""
+    """The notebook's SHA-256, or its size if it is too large; "" if it cannot be read."""
     if submission.reading:
         return submission.reading.digest
     try:
@@ -206,18 +205,18 @@ def notebook_digest(submission: Submission) -> str:
 
 
 def format_date(date: float) -> str:
-    """A file's date in words; of marks that were kept without one, that."""
+    """Format a timestamp; 0 is "an unknown date"."""
     try:
         return datetime.fromtimestamp(date).strftime("%Y-%m-%d %H:%M") if date else "an unknown date"
-    except (OverflowError, ValueError, OSError):     # some file systems take any number
+    except (OverflowError, ValueError, OSError):     # some file systems accept any number
         return "an unknown date"
 
 
 def take_in_result_files(folder: Path, graded: Sequence[Graded], out: Path) -> list[on_cluster.Claim]:
-    """Judge the result files (submit/check.sh) that came with notebooks, and list those of all runs into `out` in claims.csv.
+    """Judge the result files (submit/check.sh) that came with notebooks; write those of all runs into `out` to claims.csv.
 
-    They change no mark: correctness is what grading found itself. One that came with an earlier notebook, and not with the
-    learner's new one, is forgotten.
+    They change no mark: only grading itself decides correctness. If a learner's new notebook comes without a result file, it
+    drops the earlier one.
     """
     with errors_printed("every result file"):
         came = on_cluster.result_files(folder)
@@ -245,7 +244,7 @@ def take_in_result_files(folder: Path, graded: Sequence[Graded], out: Path) -> l
 
 
 def take_in_result_file(result_files: Sequence[Path], graded: Graded, out: Path) -> None:
-    """Judge the newest of the result files that came with a notebook, and keep what became of it."""
+    """Judge the newest result file that came with a notebook, and save the claim."""
     submission = graded.submission
     claim_path = out / "claims" / result_path(submission, out).name
     if not result_files:
@@ -258,7 +257,7 @@ def take_in_result_file(result_files: Sequence[Path], graded: Graded, out: Path)
 
 
 def accounts(out: Path) -> dict[str, set[str]]:
-    """Learners' accounts on the cluster, from accounts.csv (learner,account), which whoever grades may write."""
+    """Learners' accounts on the cluster, from accounts.csv (learner,account), which the grader may provide."""
     accounts_of = defaultdict[str, set[str]](set)
     with suppress(FileNotFoundError), open(out / "accounts.csv", newline="", encoding="utf-8-sig") as file:
         for row in csv.reader(file):
@@ -268,7 +267,7 @@ def accounts(out: Path) -> dict[str, set[str]]:
 
 
 def load_claim(path: Path) -> on_cluster.Claim | None:
-    """A kept claim; None if it is damaged, or of another version of the course."""
+    """Load a saved claim; None if it is damaged or from another version of the course."""
     try:
         return on_cluster.Claim(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -276,14 +275,14 @@ def load_claim(path: Path) -> on_cluster.Claim | None:
 
 
 def describe_hardware(claim: on_cluster.Claim) -> str:
-    """What Slurm says of the learner's job, and beside it what their file says of its devices, which nobody confirms."""
+    """The hardware of the job as Slurm confirms it, then the devices as the result file claims them."""
     parts = [f"confirmed: {claim.slurm or 'the job, not its devices'}"] if claim.confirmed else []
     devices = "; ".join(map(render.quote_untrusted, claim.devices.split("; ")))
     return "; ".join([*parts, f"claimed: {devices}"] if claim.devices or not parts else parts).removesuffix(": ")
 
 
 def describe_claim(claim: on_cluster.Claim) -> str:
-    """What there is to say of a result file."""
+    """Describe a result file: why it is refused, or what it contradicts and whether Slurm confirms it."""
     if claim.refused:
         return claim.refused
     parts = [f"it calls passed what is not: {', '.join(claim.contradicted)}"] if claim.contradicted else []
@@ -291,7 +290,7 @@ def describe_claim(claim: on_cluster.Claim) -> str:
 
 
 def graded_before(out: Path, seed: int) -> dict[str, dict[str, str]]:
-    """Of each learner the lessons of notebooks that were graded by these checks and this seed, by their digests."""
+    """Learner -> notebook digest -> lesson, for notebooks already graded with the current checks and this seed."""
     lessons_of = defaultdict[str, dict[str, str]](dict)
     for results in filter(None, map(load_result, sorted((out / "results").glob("*.json")))):
         about = results[0]
@@ -301,7 +300,7 @@ def graded_before(out: Path, seed: int) -> dict[str, dict[str, str]]:
 
 
 def choose_seed(out: Path, seed: int | None) -> int:
-    """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one."""
+    """The seed of the hidden inputs: the given one, that of earlier runs into `out`, or a new one."""
     if seed is not None:
         return seed
     try:
@@ -310,26 +309,26 @@ def choose_seed(out: Path, seed: int | None) -> int:
         return secrets.randbits(128)
     except OSError as error:
         raise CourseError(f"{out}/seed cannot be read ({error.strerror}): all that was graded here was graded with it") from error
-    if not text.isdigit() or len(text) > 50:         # of bytes: the digits of ASCII alone
+    if not text.isdigit() or len(text) > 50:         # for bytes, isdigit accepts ASCII digits only
         raise CourseError(f"{out}/seed holds no number: bring it back from a copy, or remove it, and all is graded anew")
     return int(text)
 
 
 def exercise_seed(exercise: Exercise, seed: int) -> int:
-    """An exercise's own seed, from which neither another's nor `seed` can be found: 128 bits, all of which draws depend on."""
+    """An exercise's own 128-bit seed; it reveals neither `seed` nor another exercise's. Draws depend on all its bits."""
     return int.from_bytes(hashlib.sha256(f"{seed} {exercise.name}".encode()).digest()[:16])
 
 
 def save_seed(out: Path, seed: int) -> None:
-    """Write the seed down for the runs that go on with this one."""
+    """Save the seed for later runs into `out`."""
     with atomic(out / "seed") as temporary:
         temporary.write_text(f"{seed}\n", encoding="utf-8")
 
 
 def grade(submission: Submission, out: Path, seed: int, before: Graded | None = None, seconds: float = math.inf) -> Graded:
-    """Grade one submission and keep the result, unless something in it could not be checked.
+    """Grade one submission and save the result, unless something in it could not be checked.
 
-    before: what an earlier try found. Only what it could not check is then tried, as long as these seconds are not over.
+    before: the result of an earlier attempt. It then retries only unchecked exercises, and starts none after `seconds`.
     """
     who = f"{submission.learner}, lesson {submission.lesson}"
     print(render.printable_line(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
@@ -350,13 +349,12 @@ def grade(submission: Submission, out: Path, seed: int, before: Graded | None = 
                 record = key | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]}
                 temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
         return graded
-    except Exception as error:                       # such as a full disk: it is no learner's fault
+    except Exception as error:                       # such as a full disk: not the learner's fault
         return Graded(submission, tuple(machine_failed(exercise, error, exercise_seed(exercise, seed)) for exercise in exercises))
 
 
 def retry_unchecked(graded: Sequence[Graded], out: Path, seed: int) -> Iterator[Graded]:
-    """Try once more what could not be checked, while nothing else runs: `MAX_RETRY_SECONDS` seconds and an answer's for each
-    learner."""
+    """Retry what could not be checked, while nothing else runs. Per learner, it starts no check after `MAX_RETRY_SECONDS`."""
     spent = defaultdict[str, float](float)
     for one in graded:
         submission, begin = one.submission, time.monotonic()
@@ -369,7 +367,7 @@ def retry_unchecked(graded: Sequence[Graded], out: Path, seed: int) -> Iterator[
 
 
 def ensure_reading(submission: Submission) -> Submission:
-    """A submission that has been read, or looked at and found unreadable."""
+    """The submission with its reading, which may say that it is unreadable."""
     if submission.reading and (submission.reading.answers or submission.reading.problem or submission.reading.failure):
         return submission
     return replace(submission,
@@ -378,29 +376,29 @@ def ensure_reading(submission: Submission) -> Submission:
 
 
 def machine_failed(exercise: Exercise, error: BaseException | str, seed: int) -> Verdict:
-    """The verdict where this machine failed with an error, or as a sentence says."""
+    """The verdict when this machine failed; `error` is the exception or a sentence."""
     why = error if isinstance(error, str) else render.failure_reason(error)
     return unchecked_verdict(exercise, why, seed, hidden=True)
 
 
 def result_path(submission: Submission, out: Path) -> Path:
-    """Where the result of a submission is kept."""
+    """The file with a submission's result."""
     return out / "results" / f"{slug(submission.learner)}-{submission.lesson}.json"
 
 
 def result_key(submission: Submission, seed: int) -> dict[str, Any]:
-    """All that a result depends on: whose it is, the notebook, the checks and their inputs."""
+    """Everything that a result depends on: learner, lesson, notebook, seed and checks."""
     return {"learner": submission.learner, "lesson": submission.lesson, "notebook": notebook_digest(submission), "seed": seed,
             "versions": check_versions(submission.lesson)}
 
 
 def check_versions(lesson: str) -> dict[str, str]:
-    """Those of a lesson's checks."""
+    """The versions of a lesson's checks, by exercise name."""
     return {exercise.name: exercise.version for exercise in exercises_of_lesson(lesson)}
 
 
 def load_graded(submission: Submission, out: Path, seed: int) -> Graded | None:
-    """The kept result, if it is on this very notebook by these checks and this seed."""
+    """The saved result if it is for this same notebook, these checks and this seed, and complete; else None."""
     earlier = load_result(result_path(submission, out))
     if not earlier or any(earlier[0].get(name) != value for name, value in result_key(submission, seed).items()):
         return None
@@ -410,20 +408,20 @@ def load_graded(submission: Submission, out: Path, seed: int) -> Graded | None:
 
 
 def load_other_results(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
-    """What is kept in `out` of other notebooks than these, without exercises that there are no longer."""
+    """Saved results in `out` for other notebooks, without exercises that no longer exist."""
     graded_now = {result_path(submission, out) for submission in submissions}
     others = []
     for path in sorted(set((out / "results").glob("*.json")) - graded_now):
         if earlier := load_result(path):
             exercises = {exercise.name
-                     for exercise in exercises_of_lesson(earlier[0]["lesson"])}             # one may have moved to another
+                     for exercise in exercises_of_lesson(earlier[0]["lesson"])}             # an exercise may have moved
             verdicts = tuple(verdict for verdict in earlier[1] if verdict.exercise in exercises)
             others.append(Graded(Submission(earlier[0]["learner"], earlier[0]["lesson"], path), verdicts))
     return [one for one in others if one.verdicts]
 
 
 def load_result(path: Path) -> KeptResult | None:
-    """A kept result, whole, with its verdicts; None if it is missing or damaged."""
+    """Load a saved result and its verdicts; None if it is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         verdicts = tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in record["verdicts"])
@@ -438,9 +436,9 @@ def load_result(path: Path) -> KeptResult | None:
 
 
 def judge_safely(exercise: Exercise, submission: Submission, seed: int, last: bool = False) -> Verdict:
-    """The verdict on one exercise; a notebook that cannot be read, or whatever else goes wrong with it, is one too.
+    """The verdict on one exercise. An unreadable notebook or any other error becomes a verdict, too.
 
-    last: nothing else runs, and this is not tried again. Before, what only the answer says of the machine is believed.
+    last: nothing else runs and there is no further retry. Until then it believes an answer that reports a machine failure.
     """
     try:
         reading = ensure_reading(submission).reading
@@ -463,7 +461,7 @@ def judge_safely(exercise: Exercise, submission: Submission, seed: int, last: bo
 
 
 def write_gradebook(graded: Sequence[Graded], path: Path) -> None:
-    """A row for each learner: points of every exercise of every lesson graded, their sum, and what there was to gain."""
+    """Write a row per learner: the sum of points, the maximum, and the points of every exercise in the graded lessons."""
     lessons = sorted({one.submission.lesson for one in graded})
     exercises = [exercise for lesson in lessons for exercise in exercises_of_lesson(lesson)]
     rows: dict[str, dict[str, Any]] = {}
@@ -480,12 +478,12 @@ def write_gradebook(graded: Sequence[Graded], path: Path) -> None:
 
 
 def column(exercise: Exercise) -> str:
-    """The gradebook's column of an exercise."""
+    """The gradebook's column name for an exercise."""
     return f"{exercise.lesson} {exercise.name} ({exercise.points})"
 
 
 def write_junit(graded: Sequence[Graded], path: Path) -> None:
-    """The verdicts as JUnit XML, which CI systems show: a suite for each notebook, a case for each exercise."""
+    """Write the verdicts as JUnit XML for CI systems: a suite per notebook, a case per exercise."""
     root = ElementTree.Element("testsuites")
     for one in graded:
         failed, errors = (sum(not v.passed and v.unchecked is machine for v in one.verdicts) for machine in (False, True))
@@ -514,7 +512,7 @@ What is listed is what was found; nothing else counted.</small></p></body></html
 
 
 def write_feedback(learner: str, graded: Sequence[Graded], path: Path, claims: Sequence[on_cluster.Claim] = ()) -> None:
-    """A page for one learner: what held, what did not, and a hint, for each exercise; what became of a job's result file."""
+    """Write a learner's page: for each exercise what held, what did not, and a hint; and the outcome of result files."""
     from html import escape
 
     parts = []
@@ -533,11 +531,11 @@ def write_feedback(learner: str, graded: Sequence[Graded], path: Path, claims: S
 
 
 def slug(name: str) -> str:
-    """A name as a safe file name; nobody can make two names that share one (128 bits)."""
+    """Turn a name into a safe file name; a 128-bit hash in it prevents collisions."""
     letters = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:40] or "learner"
     return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 def escape_formula(text: str) -> str:
-    """A cell of a table that no spreadsheet takes for a formula, whether commas or semicolons separate its cells."""
+    """Escape a CSV cell so that no spreadsheet takes it for a formula, with commas or semicolons as separators."""
     return FORMULA_START.sub(r"\1\2'", " ".join(render.printable(text).split()))

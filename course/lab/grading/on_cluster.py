@@ -1,9 +1,9 @@
-"""Exercises on the ranks of a real job, and the result file that `course grade` takes in beside the notebook.
+"""Check exercises on the ranks of a real job, and judge the result file that learners submit with the notebook.
 
-`submit/check.sh NOTEBOOK` runs `check_on_ranks` once for each exercise that has ranks. Each runs in a step of its own, so that
-one that hangs or crashes leaves the others be. Then `write_result` joins this, in one process, with what `course check` finds
-of the rest, and writes NOTEBOOK's `.result.json`. `judge_result` is for whoever grades: it believes no more of the file than it
-must.
+`submit/check.sh NOTEBOOK` runs `check_on_ranks` once for each exercise that needs several ranks. Each runs in a separate job
+step, so that a hang or crash does not affect the others. Then one process calls `write_result`: it merges this with the
+verdicts of `course check` and writes NOTEBOOK's `.result.json`. `course grade` calls `judge_result`, which trusts as little of
+the file as possible.
 """
 
 import ast
@@ -43,13 +43,13 @@ from course.utils.errors import CourseError
 SCHEMA = 1
 SUFFIX = ".result.json"
 MAX_BYTES = 1_000_000                                # bytes of a result file
-MAX_NAMED = 20                                       # exercises, and runs, in one
-REPEATS = 3                                          # of which the median counts
+MAX_NAMED = 20                                       # exercises, and also runs, in one result file
+REPEATS = 3                                          # timed repeats; the median counts
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"                    # as Slurm writes times
 
 
 def exercises_on_ranks(path: Path) -> list[str]:
-    """The exercises of a notebook that run on several ranks."""
+    """The names of a notebook's exercises that run on several ranks. Raises `CourseError` if its lesson is unknown."""
     exercises = exercises_of_lesson(lesson_of(path, notebook_cells.read_contents(path)))
     if not exercises:
         raise CourseError(f"{path}: neither its name nor its metadata say which lesson this is, or it has no exercises")
@@ -57,10 +57,10 @@ def exercises_on_ranks(path: Path) -> list[str]:
 
 
 def check_on_ranks(path: Path, name: str, folder: Path) -> None:
-    """Check one exercise on all ranks of this job, each of which calls it (srun, torchrun); rank 0 writes to `folder`.
+    """Check one exercise on all ranks of this job. Each rank calls it (srun, torchrun); rank 0 writes to `folder`.
 
-    The learner's code runs as the learner, without a sandbox, LAPS + 1 times. What it raises is noted, and raised, so that the
-    step ends. Raises `CourseError` where the exercise is not for so many ranks.
+    The learner's code runs as the learner, without a sandbox, REPEATS + 1 times. It records an exception and raises it again, so
+    that the step ends. Raises `CourseError` if the exercise does not run on this number of ranks.
     """
     exercise, world = find(name), join()
     if world.size not in exercise.sizes:
@@ -90,7 +90,7 @@ def check_on_ranks(path: Path, name: str, folder: Path) -> None:
 
 
 def broadcast_number(number: int) -> int:
-    """Rank 0's number, on every rank."""
+    """Broadcast rank 0's number; without ranks, return the number."""
     values = [number]
     if dist.is_initialized():
         dist.broadcast_object_list(values, 0)
@@ -98,7 +98,7 @@ def broadcast_number(number: int) -> int:
 
 
 def compare_on_ranks(exercise: Exercise, pieces: Sequence[tuple[str, int, str]], seed: int, world: World) -> dict[str, Any]:
-    """Facts, seconds and hardware of the learner's answer beside the library's, on this job's ranks."""
+    """Run the learner's answer and the library's on this job's ranks; returns facts, seconds of both, nodes and devices."""
     device, expected, reference = run_reference(exercise, seed, world.device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer.json")
@@ -118,11 +118,11 @@ def compare_on_ranks(exercise: Exercise, pieces: Sequence[tuple[str, int, str]],
 
 
 def run_reference(exercise: Exercise, seed: int, device: torch.device) -> tuple[torch.device, dict[str, torch.Tensor], float]:
-    """What is right, and in what time: on GPUs if the exercise runs there, which the right answer tries; else on the CPU."""
+    """(device, expected outputs, seconds) of the right answer: on GPUs if it runs there on all ranks, else on the CPU."""
     if device.type == "cuda":
         try:
             result = time_program(exercise, seed, device)
-        except Exception:                            # it makes tensors of its own on the host
+        except Exception:                            # its program creates tensors on the CPU
             result = None
         works_everywhere = torch.tensor(int(result is not None))
         dist.all_reduce(works_everywhere, dist.ReduceOp.MIN)
@@ -132,10 +132,10 @@ def run_reference(exercise: Exercise, seed: int, device: torch.device) -> tuple[
 
 
 def time_program(exercise: Exercise, seed: int, device: torch.device) -> tuple[dict[str, torch.Tensor], float]:
-    """The outputs of the exercise's program, and the median of its seconds."""
+    """The outputs of the exercise's program, and its median time in seconds."""
     seconds = []
     with torch.device(device):
-        for _ in range(REPEATS + 1):                    # the first lap meets the others and warms up
+        for _ in range(REPEATS + 1):                    # the first repeat connects the ranks and warms up
             inputs = {name: tensor.to(device) for name, tensor in exercise.draw(seed, False).items()}
             begin = time.perf_counter()
             outputs = exercise.program(inputs)
@@ -146,7 +146,7 @@ def time_program(exercise: Exercise, seed: int, device: torch.device) -> tuple[d
 
 
 def device_name(device: torch.device) -> str:
-    """What computes: the GPU's name or the processor's."""
+    """The name of the GPU or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -155,7 +155,7 @@ def device_name(device: torch.device) -> str:
 
 
 def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
-    """Join what ranks and `course check` found into the notebook's result file; returns its path."""
+    """Merge the results from ranks and the verdicts of `course check` into the notebook's result file; returns its path."""
     exercises: dict[str, dict[str, Any]] = {}
     for verdict in verdicts:
         exercises[verdict.exercise] = {"version": verdict.version, "seed": verdict.seed, "ranks": 1, "passed": verdict.passed,
@@ -180,38 +180,38 @@ def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
 
 
 def assigned_dict(path: Path, name: str) -> dict[Any, Any]:
-    """The last `name = {...}` of literals in the notebook's code: `measured`, the learner's own numbers, and `report`."""
+    """The last literal dict assigned to `name` in the notebook's code: `measured`, the learner's numbers, or `report`."""
     values: dict[Any, Any] = {}
     for source in notebook_cells.read_contents(path).code:
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # such as IPython's magic; numbers stand in plain cells
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # such as IPython magics; skip the cell
             continue
         for node in tree.body:
             if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == [name]:
                 try:
                     value = ast.literal_eval(node.value)
-                except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):     # no plain values
+                except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):     # not a literal
                     continue
                 values = value if isinstance(value, dict) else values
     return values
 
 
 def plain_values(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Numbers and short texts of a dict, by name."""
+    """The numbers and short strings of a dict, by name."""
     return {str(name): value for name, value in values.items() if is_short(name) and is_short(value)}
 
 
 def is_short(value: Any) -> bool:
-    """Whether it is a number or text of at most 200 characters."""
+    """Whether a value is a number or string of at most 200 characters."""
     try:
         return isinstance(value, (int, float, str)) and len(str(value)) <= 200
-    except ValueError:                               # thousands of digits
+    except ValueError:                               # an integer of thousands of digits
         return False
 
 
 def current_job() -> dict[str, Any] | None:
-    """Which job of Slurm this is; None outside of one."""
+    """The Slurm job that this process runs in; None outside a job."""
     env = os.environ
     if "SLURM_JOB_ID" not in env:
         return None
@@ -221,28 +221,28 @@ def current_job() -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a result file is good for: why it counts for nothing, or its numbers and whether Slurm confirms the job."""
+    """A judged result file: why it is refused, or its numbers and whether Slurm confirms the job."""
 
     learner: str
     lesson: str
     file: str
     refused: str = ""
-    contradicted: tuple[str, ...] = ()               # exercises that it calls passed and grading does not
+    contradicted: tuple[str, ...] = ()               # exercises that pass in the file but not in grading
     confirmed: bool = False
-    why: str = ""                                    # how, or why not
+    why: str = ""                                    # how the job was confirmed, or why not
     job: str = ""
     devices: str = ""
-    numbers: str = ""                                # seconds on ranks, and what the learner measured
-    runs: str = ""                                   # what is confirmed and what is claimed of the runs that a report names
-    place: str = ""                                  # cluster, user and nodes: numbers of jobs are a cluster's own
+    numbers: str = ""                                # seconds on ranks, and the learner's measurements
+    runs: str = ""                                   # which facts about reported runs are confirmed, which only claimed
+    place: str = ""                                  # cluster, user and nodes: a job number alone is not unique
     slurm: str = ""                                  # the nodes and GPUs that Slurm says the job had
 
 
 def result_files(folder: Path) -> dict[tuple[str, str], list[Path]]:
-    """The result files below the folder of submissions, of each learner and lesson, the last one last."""
+    """The result files below the folder of submissions, by (learner, lesson), the latest last."""
     found: dict[tuple[str, str], list[tuple[Any, Path]]] = {}
     platform = Platform.of(folder, lesson_of)
-    for path in find_files(folder, []):                   # what it leaves out, collecting has noted
+    for path in find_files(folder, []):                   # `collect_submissions` has noted what this leaves out
         if path.name.endswith(SUFFIX) and path.is_file() and not path.is_symlink():
             notebook = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
             attempt = platform.attempt(normalize_path(notebook))
@@ -253,10 +253,10 @@ def result_files(folder: Path) -> dict[tuple[str, str], list[Path]]:
 
 def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Sequence[Verdict],
           accounts: Mapping[str, Collection[str]] = MappingProxyType({})) -> Claim:
-    """Take a result file in, or refuse it; `verdicts` are those of grading itself.
+    """Accept a result file or refuse it; `verdicts` are grading's own.
 
-    accounts: of learners on the cluster; whoever is not in it has the account of their name or of a part of it
-    (`owns_account`). Of the jobs that wrote a learner's runs Slurm itself is asked.
+    accounts: learner -> accounts on the cluster. For others, the account has to match their name or a part of it
+    (`owns_account`). It asks Slurm about the jobs that wrote a learner's runs.
     """
     def refused(why: str) -> Claim:
         return Claim(learner, lesson, path.name, refused=why)
@@ -264,7 +264,7 @@ def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts
     try:
         if path.stat().st_size > MAX_BYTES:
             return refused(f"it has more than {MAX_BYTES // 1000} kB")
-        result = json.loads(path.read_bytes())       # in whatever encoding a tool on the way has saved it
+        result = json.loads(path.read_bytes())       # bytes: json detects the encoding
         if result["schema"] != SCHEMA:
             return refused(f"its schema is {str(result['schema'])[:20]}, not {SCHEMA}: check the notebook again with this course")
         if notebook.stat().st_size > notebook_cells.MAX_BYTES or result["notebook"] != sha256(notebook):
@@ -272,7 +272,7 @@ def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts
         if str(result["lesson"]) != lesson:
             return refused(f"it is of lesson {str(result['lesson'])[:20]}")
         if len(result["exercises"]) > MAX_NAMED or len(result.get("runs", {})) > MAX_NAMED:
-            return refused(f"it names more than {MAX_NAMED} exercises or runs")      # Slurm is asked about the job of each run
+            return refused(f"it names more than {MAX_NAMED} exercises or runs")      # each run costs a query to Slurm
         exercises = {name: dict(result["exercises"][name]) for name in result["exercises"]}
         if stale := [e.name for e in exercises_of_lesson(lesson) if e.name not in exercises
                      or exercises[e.name].get("version") != e.version]:
@@ -299,13 +299,13 @@ def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts
 
 
 def owns_account(learner: str, user: str, accounts: Mapping[str, Collection[str]]) -> bool:
-    """Whether an account is known to be a learner's: the list says so, or, without an entry, their name or a part of it does."""
+    """Whether an account is a learner's: by the list, or without an entry by the learner's name or a part of it."""
     known = accounts.get(learner) or {learner, *learner.split("_")}
     return bool(user) and user.casefold() in {name.casefold() for name in known}
 
 
 def describe_resources(known: Mapping[str, str]) -> str:
-    """The nodes and GPUs of a job, from what Slurm says of it: n[1-2], 8 GPUs (h100)."""
+    """The nodes and GPUs of a job from Slurm's record: n[1-2], 8 GPUs (h100)."""
     resources = known.get("AllocTRES") or known.get("TRES") or ""
     counts = {kind: int(number) for kind, number in re.findall(r"gres/gpu(?::([\w.-]+))?=(\d{1,6})(?=,|$)", resources)}
     gpus = counts.get("", sum(counts.values()))
@@ -320,7 +320,7 @@ def parse_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
 
 
 def describe_numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[Any, Any]) -> str:
-    """The speeds of a result in a line."""
+    """The timings and measurements of a result in one line."""
     parts = [f"{name} {float(one['seconds']):.3g} s on {int(one['ranks'])} ranks, "
              f"the library's {float(one['reference_seconds']):.3g}"
              for name, one in exercises.items() if "reference_seconds" in one]
@@ -329,9 +329,9 @@ def describe_numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[An
 
 
 def confirm_job(claim: dict[str, Any]) -> tuple[bool, str]:
-    """Whether Slurm here knows such a job, on these nodes, that checked this notebook at that time; and how it is known.
+    """Whether Slurm here knows a job on these nodes that checked this notebook at that time; and the reason in words.
 
-    Slurm says what ran where and when, never how fast it was: of a confirmed job the hardware is what its nodes have.
+    Slurm knows what ran where and when, but not how fast: it confirms a job's nodes, not its measurements.
     """
     number, checked = int(claim["id"]), datetime.strptime(str(claim["checked"]), TIME_FORMAT)
     record = describe_job(number)
@@ -344,7 +344,7 @@ def confirm_job(claim: dict[str, Any]) -> tuple[bool, str]:
             begin is not None and begin <= checked and (end is None or checked <= end)]
     file, command = str(claim["file"]), record.get("Command", "").removesuffix(" --trust")
     matches.append(bool(file.strip()) and Path(file).name == file and Path(file).suffix.lower() in (".ipynb", ".py"))
-    if "Command" in record:                           # the script's path, a space, the notebook's path; either may have spaces
+    if "Command" in record:                           # script path, space, notebook path; both may contain spaces
         matches.append(re.search(r"(?:^|/)check\.sh ", command) is not None and command.endswith((f" {file}", f"/{file}")))
     if not all(matches):
         return False, f"Slurm's job {number} is another one: nodes, user, time or command differ"
@@ -352,12 +352,12 @@ def confirm_job(claim: dict[str, Any]) -> tuple[bool, str]:
 
 
 def describe_job(number: int) -> dict[str, str]:
-    """What Slurm says of a job, from its memory (scontrol) or from its records (sacct); nothing if it says nothing.
+    """Slurm's fields for a job, from the controller (scontrol) or the accounting records (sacct); empty if it knows none.
 
-    `Restarts` is how often it went back into the queue: there is a record for each time that it began.
+    `Restarts` counts how often the job was requeued: sacct has a record for each start.
     """
     if lines := output_lines("scontrol", "--oneliner", "show", "job", str(number)):
-        return parse_fields(lines[0]) if lines[0].count(" UserId=") == 1 else {}     # two users: somebody has written one of them
+        return parse_fields(lines[0]) if lines[0].count(" UserId=") == 1 else {}     # two: the user forged one of them
     names = ["NodeList", "User", "Cluster", "Start", "End", "AllocTRES"]
     if lines := output_lines("sacct", "-X", "-D", "-n", "-P", "-j", str(number), "-o", ",".join(names)):
         values = dict(zip(names, lines[-1].split("|"), strict=False))
@@ -368,7 +368,7 @@ def describe_job(number: int) -> dict[str, str]:
 
 
 def output_lines(*command: str) -> list[str]:
-    """The lines that a command prints; none if there is no such command, it fails or it hangs."""
+    """The lines that a command prints; none if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.SubprocessError):

@@ -1,15 +1,15 @@
-"""Whose a file is and which attempt, by the names that learning platforms give to what learners hand in.
+"""Find the learner and attempt of a submitted file from the name that its learning platform gave it.
 
     Brightspace  11111-222 - Mia Muster - 3 March, 2026 1015 AM/FILE     a folder for each attempt, or that and the file's name
     Blackboard   Lab 0_mmuster_attempt_2026-03-03-10-15-00_FILE          a file for each attempt
-    Gradescope   submission_123/FILE                                     whose it is says submission_metadata.yml beside it
-    Canvas       mustermia_LATE_4711_815_FILE, anon_LATE_a1B2c_815_FILE  user and attachment; of the latter later ones are higher
+    Gradescope   submission_123/FILE                                     submission_metadata.yml beside it names the learner
+    Canvas       mustermia_LATE_4711_815_FILE, anon_LATE_a1B2c_815_FILE  user and attachment, whose number grows over time
     Moodle       Mia Muster_123_assignsubmission_file_/FILE              or that and the file's name in one
 
-Dates in names say which attempt is the last: those of unpacked files may all be of the download.
+Dates in names decide which attempt is the last: file dates may all be those of the download.
 
-A platform writes its own part first, and then the name that the learner chose for the file. That name can look like another
-platform's, or another learner's, so the leftmost reading counts, and only the pattern that most files in the folder fit.
+A platform writes its own part first, then the learner's file name. That name can look like another platform's, or another
+learner's. So the leftmost match counts, and only for the pattern that most files in the folder match.
 """
 
 import os
@@ -35,42 +35,42 @@ GRADESCOPE = re.compile(r"submission_\d+")
 CANVAS = re.compile(r"(?:(?P<name>[^_]+)(?:_(?i:LATE))?_(?P<user>\d+)"
                     r"|(?P<anon>anon)(?:_(?i:LATE))?_(?P<code>[A-Za-z0-9]{5}))_(?P<number>\d+)_(?P<file>.+)", re.DOTALL)
 MOODLE = re.compile(r"_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)")
-NOTEBOOKS = (".ipynb", ".py", ".result.json")        # how the names end that say of which platform a folder is
-CLOCK_TOLERANCE = 86400.0                            # seconds by which clocks and time zones may differ
-METADATA = "submission_metadata.yml"                 # of Gradescope
-MAX_BYTES = 20_000_000                               # bytes of it
+NOTEBOOKS = (".ipynb", ".py", ".result.json")        # suffixes of the files that reveal a folder's platform
+CLOCK_TOLERANCE = 86400.0                            # seconds that clocks and time zones may differ by
+METADATA = "submission_metadata.yml"                 # Gradescope's file
+MAX_BYTES = 20_000_000                               # maximum size of METADATA
 ATTEMPT_WORDS = "attempt try version versuch abgabe"  # words before a number
 ATTEMPT_NUMBER = re.compile(rf"(?:{'|'.join(ATTEMPT_WORDS.split())})[ _-]*(\d{{1,4}})", re.IGNORECASE)
 CLOCK = re.compile(r"(\d{1,2})[:.]?(\d\d)(?:[:.](\d\d))?\s*([AaPp])?\.?[Mm]?")
-# how months begin in the languages that platforms are set to; of July and June four letters
+# the first letters of months in the platforms' languages; June and July need four
 MONTHS = ["jan ene gen", "feb fév fev", "mar mär mrt maa", "apr avr abr", "may mai mei mag", "jun juin giu", "jul juil lug",
           "aug aoû aou ago", "sep set", "oct okt ott out", "nov", "dec dez déc dic"]
 
 
 class Attempt(NamedTuple):
-    """What the names of a file and its folders say."""
+    """What a file's name and its folders say about the attempt."""
 
-    learner: str = ""                                # "": nothing
-    submitted_at: float = 0.0                        # when it was handed in, as a timestamp; 0: they do not say
-    number: int = 0                                  # of two attempts the later has the higher one
-    ambiguity: int = 0                               # of two files that name one learner, the one with less doubt is theirs
-    head: str = ""                                   # Blackboard's name up to the attempt: assignment and user
+    learner: str = ""                                # "": unknown
+    submitted_at: float = 0.0                        # timestamp; 0: unknown
+    number: int = 0                                  # grows with each attempt
+    ambiguity: int = 0                               # of two files for one learner, the lower ambiguity wins
+    head: str = ""                                   # Blackboard: the name before the attempt, assignment and user
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What the names in a folder say together: one alone does not tell the number of a learner from that of an assignment."""
+    """The platform of a folder, found from all names: one alone cannot tell a learner's number from an assignment's."""
 
-    learner_number: str = ""                         # Brightspace's number that tells learners apart: first, second, or none
-    uncertain_heads: frozenset[str] = frozenset()    # Blackboard's names up to the attempt, of which the user is not certain
-    submitters: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # Gradescope's, and when they handed it in
-    problem: str = ""                                # why Gradescope's file cannot be used, if it is there
-    kind: str | None = None                          # whose pattern most files fit; "": nobody's; None: look at each name
-    mixed: bool = False                              # some files do not fit it
+    learner_number: str = ""                         # Brightspace: which number identifies learners, first, second or none
+    uncertain_heads: frozenset[str] = frozenset()    # Blackboard: heads (see `Attempt`) whose user is ambiguous
+    submitters: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # Gradescope: folder -> (learner, timestamp)
+    problem: str = ""                                # why METADATA cannot be used
+    kind: str | None = None                          # platform of most files; "": none; None: decide for each name
+    mixed: bool = False                              # some files do not match it
 
     @classmethod
     def of(cls, folder: Path, lesson_of: Any) -> "Platform":
-        """That of what lies in a folder; lesson_of: which lesson a file's name says."""
+        """Find the platform of a folder; lesson_of: file path -> lesson in its name."""
         paths = [path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")) and not path.is_symlink()]
         names = sorted(normalize(path.name) for path in paths)
         try:
@@ -84,7 +84,7 @@ class Platform:
         return cls(distinguishing_number(names, folders), heads, submitters_found, problem, kind, mixed)
 
     def attempt(self, path: Path) -> Attempt:
-        """What a file's path, below the folder, says."""
+        """Read the attempt from a file's path below the folder."""
         first, inside = path.parts[0], len(path.parts) > 1
         later = max((int(parts[1]) for part in path.parts[1:-1] for parts in [ATTEMPT_NUMBER.search(part)] if parts), default=0)
         if first in self.submitters:
@@ -109,7 +109,7 @@ class Platform:
 
 
 def most_common_platform(names: Iterable[str]) -> tuple[str, bool]:
-    """The platform whose pattern more than half of the names fit, or "", and whether some do not fit it."""
+    """The platform whose pattern more than half of the names match, or "", and whether some do not match."""
     names = list(names)
     fitting = {kind: sum(bool(read(name)) for name in names) for kind, read in READERS.items()}
     kind = max(fitting, key=lambda kind: fitting[kind])
@@ -117,10 +117,10 @@ def most_common_platform(names: Iterable[str]) -> tuple[str, bool]:
 
 
 def brightspace(name: str, inside: bool = False) -> dict[str, str] | None:
-    """The parts of Brightspace's name for a file, or for the folder that it is inside; None if it is none.
+    """Parse Brightspace's name of a file, or of its folder if `inside`; None if it is no such name.
 
-    A folder's name ends with the date. In a file's the first date is Brightspace's, the rest is the learner's; a part that only
-    looks like a date, such as `Class 2026`, may belong to the name.
+    A folder's name ends with the date. In a file's name, the first date is Brightspace's and the rest the learner's. A part
+    that only looks like a date, such as `Class 2026`, may belong to the learner's name.
     """
     if not (match := BRIGHTSPACE.fullmatch(name)):
         return None
@@ -134,7 +134,7 @@ def brightspace(name: str, inside: bool = False) -> dict[str, str] | None:
 
 
 def blackboard(name: str) -> dict[str, str] | None:
-    """The parts of Blackboard's name for a file, up to the first attempt in it; None if it is none."""
+    """Parse Blackboard's name of a file, by its first attempt mark; None if it is no such name."""
     mark = BLACKBOARD.search(name)
     assignment, _, user = name[:mark.start()].rpartition("_") if mark else ("", "", "")
     if not mark or not assignment or not user:
@@ -143,13 +143,13 @@ def blackboard(name: str) -> dict[str, str] | None:
 
 
 def moodle(name: str, inside: bool = False) -> dict[str, str] | None:
-    """The parts of Moodle's name for a file, by its first mark, or for the folder that it is inside, which ends with the mark."""
+    """Parse Moodle's name of a file, by its first mark, or of its folder if `inside`, which ends with the mark; or None."""
     marks = [mark for mark in MOODLE.finditer(name) if mark.start() and (not inside or name[mark.end():] in ("", "_"))]
     return {"name": name[:marks[0].start()], "user": marks[0]["user"]} if marks else None
 
 
 def canvas(name: str) -> dict[str, str] | None:
-    """The parts of Canvas's name for a file; None if it is none."""
+    """Parse Canvas's name of a file; None if it is no such name."""
     if not (match := CANVAS.fullmatch(name)):
         return None
     return {"name": match["name"] or match["anon"], "user": match["user"] or match["code"], "number": match["number"]}
@@ -160,14 +160,14 @@ READERS: Mapping[str, Callable[[str], dict[str, str] | None]] = {
 
 
 def unless_future(when: float) -> float:
-    """A date, or 0 if it lies in the future: such a one would outdo every later attempt."""
+    """The timestamp, or 0 if it is in the future, where it would beat every later attempt."""
     return when if when <= time.time() + CLOCK_TOLERANCE else 0.0
 
 
 def distinguishing_number(names: Iterable[str], folders: Iterable[str] = ()) -> str:
-    """Which of Brightspace's two numbers differs from learner to learner: "first", "second", or "" where neither does.
+    """Which of Brightspace's two numbers identifies learners: "first", "second", or "" if neither does.
 
-    A name counts up to its first hyphen: what comes after it may be an odd file's.
+    It compares learners' names up to the first " - ": the rest may belong to an odd file name.
     """
     names_parts = [parts for name in names if (parts := brightspace(name, name in folders))]
     for number in ("first", "second"):
@@ -180,7 +180,7 @@ def distinguishing_number(names: Iterable[str], folders: Iterable[str] = ()) -> 
 
 
 def uncertain_names(names: Iterable[str], lesson_of: Any) -> frozenset[str]:
-    """Blackboard's names in which the user's may have an underscore: two that end alike have handed in the same lesson."""
+    """Blackboard's heads whose user may contain an underscore: several with the same ending submitted the same lesson."""
     users = defaultdict[tuple[str, str], set[str]](set)
     for name in names:
         if parts := blackboard(name):
@@ -189,7 +189,7 @@ def uncertain_names(names: Iterable[str], lesson_of: Any) -> frozenset[str]:
 
 
 def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
-    """Who handed in each folder of a Gradescope export, and when; nothing if it is none, `CourseError` if it is damaged."""
+    """Folder -> (learner, timestamp) of a Gradescope export; empty without METADATA. Raises `CourseError` if it is damaged."""
     if not path.is_file() or path.is_symlink():
         return {}
     if path.stat().st_size > MAX_BYTES:
@@ -206,13 +206,13 @@ def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
 
 
 def text_field(about: Mapping[str, Any], name: str) -> str:
-    """What a table says under a name, if that is a text, a number or a date: a list of aliases could be endless as a text."""
+    """A field as string, if it is a string, number or date: nested YAML aliases could expand without end."""
     value = about.get(name)
     return str(value)[:200] if isinstance(value, str | int | date) else ""
 
 
 def parse_date(text: str) -> float:
-    """A date in a name as a timestamp of this machine's clock; 0 if it cannot be read.
+    """Parse a date in a name to a timestamp, in this machine's time zone; 0 if it cannot be read.
 
     2026-03-03-10-15-00; 3 March, 2026 1015 AM; Mar 3, 2026 10:15 PM; 14 september, 2020 1219 PM.
     """
@@ -237,14 +237,14 @@ def parse_date(text: str) -> float:
 
 
 def month_number(word: str) -> int:
-    """1 to 12, 0 if it is none."""
+    """The month from 1 to 12; 0 if the word is no month."""
     low = word.casefold()
     known = [(beginning, number) for number, names in enumerate(MONTHS, 1) for beginning in names.split()]
     return max(((len(beginning), number) for beginning, number in known if low.startswith(beginning)), default=(0, 0))[1]
 
 
 def normalize(text: str) -> str:
-    """A name of the file system's with umlauts in one piece each, whatever the locale and the encoding of whoever packed it."""
+    """Normalize a file name to Unicode NFC, whatever the locale and the archive's encoding."""
     raw = os.fsencode(text)
     for encoding in ("utf-8", "cp1252", "latin-1"):
         with suppress(UnicodeDecodeError):
@@ -253,5 +253,5 @@ def normalize(text: str) -> str:
 
 
 def normalize_path(path: Path) -> Path:
-    """The same of all names of a path."""
+    """Normalize all names of a path."""
     return Path(normalize(str(path)))

@@ -1,9 +1,8 @@
-"""What a learner reports of runs: taken from their folders into the result file, and judged where work is graded.
+"""Runs that a learner reports: copy them from their folders into the result file, and judge them during grading.
 
-A notebook's cell `report = {"undisturbed": "runs/...", ...}` names runs by their folders. `gather_runs` reads their losses, and
-which job wrote them (`course.lab.slurm.job_backend.record_job`). `judge_runs` says of each what its files show, which is the
-learner's claim, and what Slurm itself confirms: that a job of this number ran on so many nodes, whose it was, how often it was
-requeued. Of losses Slurm knows nothing, and neither does whoever grades.
+A notebook's cell `report = {"undisturbed": "runs/...", ...}` names runs by their folders. `gather_runs` reads their losses and
+the job that wrote them (`course.lab.slurm.job_backend.record_job`). For each run, `judge_runs` separates what the files show,
+which the learner claims, from what Slurm confirms: the job's number, nodes, user and requeues. Nobody can confirm the losses.
 """
 
 import json
@@ -14,13 +13,13 @@ from typing import Any
 from course.lab.checks.render import quote_untrusted
 from course.lab.slurm.job_backend import JOB_FILE, losses
 
-MAX_STEPS = 5000                                     # steps of a run that a result file has room for
-MAX_CHARACTERS = 1000                                # characters of a list of nodes, and of a user's name
-UNDISTURBED = "undisturbed"                          # the run that the others are compared with
+MAX_STEPS = 5000                                     # steps of a run in a result file
+MAX_CHARACTERS = 1000                                # characters of a node list or user name
+UNDISTURBED = "undisturbed"                          # the run to compare the others with
 
 
 def gather_runs(report: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Losses and job of each run that a report names by a folder below `base`; what names no run is left out."""
+    """Losses and job of each run that a report names by a folder below `base`; it skips entries that name no run."""
     runs = {}
     for name, value in report.items():
         if isinstance(value, str) and value.startswith("runs/"):
@@ -31,7 +30,7 @@ def gather_runs(report: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def recorded_job(run: Path) -> dict[str, Any] | None:
-    """Which job wrote a run; None if nothing says so."""
+    """The job that wrote a run; None if there is no record."""
     try:
         job = json.loads((run / JOB_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,10 +39,10 @@ def recorded_job(run: Path) -> dict[str, Any] | None:
 
 
 def judge_runs(runs: Mapping[str, Any], user: str, ask: Callable[[int], dict[str, str]]) -> str:
-    """What becomes of reported runs, in a line that begins each finding with "confirmed" or "claimed".
+    """The findings on reported runs in one line, each marked "confirmed" or "claimed".
 
-    user: the learner's account; ask: what Slurm says of a job's number. Raises whatever a damaged report
-    leads to (KeyError, TypeError, ValueError).
+    user: the learner's account; ask: job number -> Slurm's fields. Raises KeyError, TypeError or ValueError if the report is
+    damaged.
     """
     findings = []
     undisturbed = dict(map(tuple, runs[UNDISTURBED]["losses"])) if UNDISTURBED in runs else {}
@@ -58,7 +57,7 @@ def judge_runs(runs: Mapping[str, Any], user: str, ask: Callable[[int], dict[str
 
 
 def compare_losses(losses: Mapping[int, float], undisturbed: Mapping[int, float]) -> str:
-    """How the losses of a run differ from those of the undisturbed one."""
+    """Describe how the losses of a run differ from those of the undisturbed run."""
     if not losses or not undisturbed:
         return "no losses to compare"
     differing = sorted(step for step in losses.keys() | undisturbed.keys() if losses.get(step) != undisturbed.get(step))
@@ -69,7 +68,7 @@ def compare_losses(losses: Mapping[int, float], undisturbed: Mapping[int, float]
 
 
 def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], dict[str, str]]) -> tuple[bool, str]:
-    """Whether Slurm confirms what a run's record says of its job, and what there is to say."""
+    """Whether Slurm confirms a run's record of its job, and a description."""
     number, requeued = int(job["id"]), int(job["restarts"])
     nodes, owner = str(job["nodes"])[:MAX_CHARACTERS], str(job["user"])[:MAX_CHARACTERS]
     if not 0 < number < 10**12 or not 0 <= requeued < 10**6:
@@ -90,5 +89,5 @@ def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], dict[str, 
 
 
 def count_in_words(count: int) -> str:
-    """never, once, 2 times."""
+    """A count in words: never, once, 2 times."""
     return {0: "never", 1: "once"}.get(count, f"{count} times")

@@ -1,7 +1,7 @@
-"""What learners handed in, read in the sandbox (`reader`): this process takes plain values from there and parses nothing else.
+"""Read submissions in the sandbox (`notebook_reader`). This process parses no submission itself, only the reader's JSON.
 
-One start of the sandbox reads all files of a learner. A file that ends the reader, by its limits or by a crash, is said to be
-unreadable, and the reader goes on with the next one.
+One start of the sandbox reads all files of a learner. If a file ends the reader, by a limit or a crash, it is reported as
+unreadable and a new reader continues with the next file.
 """
 
 import hashlib
@@ -27,38 +27,38 @@ from course.lab.sandbox.limits import Limits
 from course.lab.sandbox.scratch_folder import read_untrusted
 from course.utils.errors import CourseError
 
-BASE_SECONDS = 20.0                                  # seconds of computing that a learner's files may take to read,
-SECONDS_PER_FILE = 2.0                               # and so many more for each of them,
-MAX_SECONDS = 120.0                                  # but not more than these
-MAX_BYTES = 500_000_000                              # of all of a learner's notebooks, which are copied for the sandbox
-MAX_RESULT_BYTES = 10_000_000                        # bytes of what the reader says of one file
-RESERVED_BYTES = 100_000_000                         # bytes that stay free, for whatever else needs the disk
+BASE_SECONDS = 20.0                                  # CPU seconds to read a learner's files,
+SECONDS_PER_FILE = 2.0                               # plus this for each file,
+MAX_SECONDS = 120.0                                  # but at most this
+MAX_BYTES = 500_000_000                              # of all of a learner's notebooks, copied for the sandbox
+MAX_RESULT_BYTES = 10_000_000                        # bytes of the reader's result for one file
+RESERVED_BYTES = 100_000_000                         # bytes of disk to leave free
 TOO_BUSY = "reading it did not end: this machine is too busy"
-_first = threading.Lock()                            # of several threads one makes the package, and finds out what isolates
+_first = threading.Lock()                            # only one thread builds the package and probes the layers
 
 
 class SubmittedFile(NamedTuple):
-    """A notebook or script that was handed in."""
+    """A submitted notebook or script."""
 
     path: Path
-    name: str                                        # for people
-    lesson: str                                      # that its name says
+    name: str                                        # for messages
+    lesson: str                                      # in its name; "" if none
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What counts of one file: a plain value, of which nothing is parsed again."""
+    """The parsed contents of one file, as plain values."""
 
-    name: str                                        # of the file, for people
-    digest: str = ""                                 # SHA-256 of its bytes, or its size where it is too large to be a notebook
-    lesson: str = ""                                 # "" if neither its name nor its metadata say
-    answers: Mapping[str, Answer] = field(default_factory=dict)          # of the lesson's exercises, or of those wanted, by name
-    problem: str = ""                                # why it cannot be read, to follow its name
-    failure: str = ""                                # why this machine cannot read it, which is nobody's fault
+    name: str                                        # of the file, for messages
+    digest: str = ""                                 # SHA-256 of its bytes, or its size if it is too large
+    lesson: str = ""                                 # "" if neither its name nor its metadata name one
+    answers: Mapping[str, Answer] = field(default_factory=dict)          # to the wanted exercises, or all of the lesson, by name
+    problem: str = ""                                # why it cannot be read; continues its name
+    failure: str = ""                                # why this machine cannot read it; not the learner's fault
 
 
 def read_from_contents(path: Path, contents: notebook_cells.Contents, lesson: str, wanted: Sequence[Exercise] = ()) -> Reading:
-    """What counts of a notebook that is in memory."""
+    """The reading of a notebook in memory. Raises `CourseError` if it has too many statements."""
     try:
         extracted = notebook_reader.extract_answers(contents, lesson, lesson_table(), exercise_table(wanted))
     except CourseError as error:
@@ -67,16 +67,16 @@ def read_from_contents(path: Path, contents: notebook_cells.Contents, lesson: st
 
 
 def read_one(file: SubmittedFile, wanted: Sequence[Exercise] = ()) -> Reading:
-    """A file that somebody handed in, read in the sandbox."""
+    """Read one submitted file in the sandbox."""
     return read_all([file], wanted=wanted)[0]
 
 
 def read_all(files: Sequence[SubmittedFile], known: Mapping[str, str] | None = None, wanted: Sequence[Exercise] = (),
             last: bool = False) -> list[Reading]:
-    """The files of one learner, read in the sandbox.
+    """Read the files of one learner in the sandbox.
 
-    known: the lessons of files that need no reading, by their digests. Those that come last are read first: where all together
-    take too long or are too large, earlier ones are left out. last: keep the code of the last one of each lesson alone.
+    known: digest -> lesson of files that need no reading. It reads the last files first, so that earlier ones are left out if
+    all together are too large or take too long. last: keep answers only for the last file of each lesson.
     """
     readings: dict[int, Reading] = {}
     copied, size = list[int](), 0
@@ -92,7 +92,7 @@ def read_all(files: Sequence[SubmittedFile], known: Mapping[str, str] | None = N
 
 
 def load_bytes(file: SubmittedFile, known: Mapping[str, str], max_bytes: int) -> tuple[bytes | None, Reading]:
-    """The bytes of a file that is still to be read, and what can be said of it without."""
+    """The bytes of a file, or None if it will not be read, and its provisional reading."""
     try:
         with open(file.path, "rb", opener=open_regular_file) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -114,7 +114,7 @@ def load_bytes(file: SubmittedFile, known: Mapping[str, str], max_bytes: int) ->
 
 
 def open_regular_file(path: str, flags: int) -> int:
-    """Open a plain file: not a link, which may lead anywhere, and without waiting, as a pipe would."""
+    """Open a regular file without blocking; raises OSError for a link, which may lead anywhere, `CourseError` for others."""
     number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -123,7 +123,7 @@ def open_regular_file(path: str, flags: int) -> int:
 
 
 def disk_shortage(needed: float) -> str:
-    """Why there is too little room for temporary files, if there is, with what stays free; "" if there is enough."""
+    """Why there is too little disk space for temporary files, including the reserve; "" if there is enough."""
     free = shutil.disk_usage(tempfile.gettempdir()).free
     return "" if free >= needed + RESERVED_BYTES else (f"the folder for temporary files has only {free // 1_000_000} MB left, "
                                                        f"and {(needed + RESERVED_BYTES) // 1_000_000:.0f} MB are needed")
@@ -131,13 +131,13 @@ def disk_shortage(needed: float) -> str:
 
 def read_copies(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[int], readings: dict[int, Reading], size: int,
                 wanted: Sequence[Exercise], last: bool) -> None:
-    """Read the files of a folder, which are so many bytes."""
-    remaining, spent = list(numbers), 0.0            # seconds of computing
+    """Read the copied files of a folder, `size` bytes in all, into `readings`."""
+    remaining, spent = list(numbers), 0.0            # CPU seconds
     limit = min(MAX_SECONDS, BASE_SECONDS + SECONDS_PER_FILE * len(files))
     while remaining and spent < limit:
         job = {"files": [(n, files[n].path.suffix.lower(), files[n].lesson) for n in remaining], "lessons": lesson_table(),
                "wanted": exercise_table(wanted), "seconds": limit - spent}
-        (folder / "job.json").unlink(missing_ok=True)                # whatever the reader has made of it
+        (folder / "job.json").unlink(missing_ok=True)                # the reader may have replaced it
         with open(folder / "job.json", "x", encoding="utf-8") as file:
             json.dump(job, file)
         limits = Limits(seconds=60 + 4 * (limit - spent), gigabytes=2.0, processes=8, output=20_000, disk=1 + 2 * size / 1e9)
@@ -152,7 +152,7 @@ def read_copies(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[
             used = accept_result(folder, remaining[0], readings, used)
             lesson = readings[remaining[0]].lesson
             if last and lesson and any(number > remaining[0] and other.lesson == lesson for number, other in readings.items()):
-                readings[remaining[0]] = replace(readings[remaining[0]], answers={})        # which takes memory
+                readings[remaining[0]] = replace(readings[remaining[0]], answers={})        # frees memory
             remaining.pop(0)
         spent += used
         if not remaining:
@@ -173,7 +173,7 @@ def read_copies(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[
 
 
 def start_reader(folder: Path, limits: Limits) -> sandbox.Outcome:
-    """Run the reader on a folder."""
+    """Run the reader on a folder in the sandbox."""
     with _first:
         package, layers = blanked_package(()), sandbox.layers()
     command = [sys.executable, "-m", "course.lab.sandbox.notebook_reader", str(folder)]
@@ -181,7 +181,7 @@ def start_reader(folder: Path, limits: Limits) -> sandbox.Outcome:
 
 
 def explain_end(outcome: sandbox.Outcome) -> tuple[str, str]:
-    """Why the reader ended at a file: (problem, failure). The fault is the file's unless the kernel ran out of memory."""
+    """Why the reader ended at a file: (problem, failure). It is the file's fault unless the reader was killed."""
     if f"(signal {int(signal.SIGKILL)})" in outcome.ended:
         return "", "reading it was stopped: perhaps this machine ran out of memory"
     clock = (signal.SIGPROF, signal.SIGXCPU)
@@ -192,7 +192,7 @@ def explain_end(outcome: sandbox.Outcome) -> tuple[str, str]:
 
 
 def accept_result(folder: Path, number: int, readings: dict[int, Reading], used: float) -> float:
-    """Take what the reader says of a file, trusting none of it; returns the seconds that all took so far."""
+    """Validate the reader's untrusted result for a file and store it; returns the CPU seconds of all files so far."""
     known = readings[number]
     try:
         result = json.loads(read_untrusted(folder, f"{number}.json", MAX_RESULT_BYTES))
@@ -209,27 +209,27 @@ def accept_result(folder: Path, number: int, readings: dict[int, Reading], used:
 
 
 def parse_answer(value: Any) -> Answer:
-    """An answer from the reader's JSON; ValueError or the like if it is none."""
+    """Parse an answer from the reader's JSON. Raises ValueError, TypeError or KeyError if it is invalid."""
     require(isinstance(value["pieces"], list) and isinstance(value["problem"], str))
     require(isinstance(value["broken"], bool) and isinstance(value["imported"], bool))
     return Answer(tuple(map(parse_piece, value["pieces"])), value["problem"][:1000], value["broken"], value["imported"])
 
 
 def parse_piece(value: Any) -> Piece:
-    """A piece from the reader's JSON."""
+    """Parse a piece from the reader's JSON; raises like `parse_answer`."""
     require(isinstance(value["cell"], str) and isinstance(value["text"], str) and type(value["line"]) is int and value["line"]
             > 0)
     return Piece(value["cell"], value["line"], value["text"])
 
 
 def require(holds: bool) -> None:
-    """Raise ValueError unless something holds."""
+    """Raise ValueError unless a condition holds."""
     if not holds:
         raise ValueError("this is not what the reader writes")
 
 
 def lesson_table() -> dict[str, dict[str, list[Sequence[str]]]]:
-    """What the reader must know of each lesson's exercises: the names that they define and what these stand for."""
+    """Lesson -> exercise -> [names that it defines, library objects that they replace], for the reader's job."""
     exercises: dict[str, dict[str, list[Sequence[str]]]] = {}
     for exercise in all_exercises().values():
         exercises.setdefault(exercise.lesson, {}).update(exercise_table([exercise]))
@@ -237,5 +237,5 @@ def lesson_table() -> dict[str, dict[str, list[Sequence[str]]]]:
 
 
 def exercise_table(exercises: Sequence[Exercise]) -> dict[str, list[Sequence[str]]]:
-    """The same of some exercises."""
+    """Exercise -> [names, objects], for one level of `lesson_table`."""
     return {exercise.name: [exercise.names, exercise.objects] for exercise in exercises}

@@ -1,4 +1,4 @@
-"""Whose notebook is which: the folders that learning platforms hand to an instructor, and what is in a notebook."""
+"""Collect submissions from a learning platform's folder: match notebooks to learners and lessons, and check them."""
 
 import os
 import re
@@ -26,18 +26,18 @@ from course.utils.errors import CourseError
 
 # LEARNER_01_baseline
 LEARNER_AND_LESSON = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")
-COPY_NUMBER = re.compile(r"(?:-| ?\()(\d+)\)?$")     # of Canvas and of browsers: name-1, name (1)
-LOCAL_COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")  # of JupyterLab and desktops: no counters
-MAX_DEPTH = 20                                       # folders in one another, below a learner's
-MAX_ENTRIES = 10_000                                 # files and folders of one learner
-MAX_NOTEBOOKS = 1000                                 # of one learner
-# what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
+COPY_NUMBER = re.compile(r"(?:-| ?\()(\d+)\)?$")     # added by Canvas and browsers: name-1, name (1)
+LOCAL_COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")  # added by JupyterLab and desktops: no counters
+MAX_DEPTH = 20                                       # levels of folders below a learner's
+MAX_ENTRIES = 10_000                                 # files and folders per learner
+MAX_NOTEBOOKS = 1000                                 # per learner
+# hints for an answer that cannot run, when checking a file and when grading; the key says whether a cell is broken
 CHECK_HINTS = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
 GRADE_HINTS = {True: "mend that line, run the cell again, save the notebook, and hand it in again",
           False: "run the exercise's cell, save the notebook, and hand it in again"}
 TRY_AGAIN = {False: "save the notebook, and check again",
-             True: "save the notebook, and hand it in again"}        # by whether graded
+             True: "save the notebook, and hand it in again"}        # the key says whether it is graded
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Submission:
     """One learner's notebook of one lesson."""
 
     learner: str
-    lesson: str                                      # "01"; empty if neither its name nor its metadata say
+    lesson: str                                      # "01"; "" if neither its name nor its metadata name one
     path: Path
-    date: float = field(default=0.0, compare=False)  # when it was handed in, as its name says; 0: as the file does
-    reading: Reading | None = field(default=None, compare=False, repr=False)     # None: not read yet, nor looked at
+    date: float = field(default=0.0, compare=False)  # timestamp from its name; 0: use the file's
+    reading: Reading | None = field(default=None, compare=False, repr=False)     # None: not read yet
 
 
 def check_file(path: Path, names: Sequence[str], seed: int | None, report: Callable[[Verdict], None]) -> list[Verdict]:
-    """Check the exercises of a notebook or script, or those named; `report` hears of each verdict as it comes.
+    """Check all or the named exercises of a notebook or script; it calls `report` with each verdict as it comes.
 
-    Another's notebook is read in the sandbox, a user's own in this process.
+    The user's own notebook is read in this process, others in the sandbox. Raises `CourseError` if the lesson is unknown.
     """
     import secrets
 
@@ -72,10 +72,10 @@ def check_file(path: Path, names: Sequence[str], seed: int | None, report: Calla
 
 
 def read_file(path: Path, wanted: Sequence[Exercise] = ()) -> Reading:
-    """What counts of a notebook or script; `CourseError` if it cannot be read."""
+    """The reading of a notebook or script. Raises `CourseError` if it cannot be read."""
     name_lesson = split_name(path.stem)[1]
     if path.suffix == ".py" and path.resolve().parent == (lessons.ROOT / "solutions").resolve():
-        # it imports its answers
+        # a master imports its answers: expand them first
         return sandboxed_reading.read_from_contents(path, notebook_cells.notebook_contents(lessons.instructor_notebook(path)),
                                                     name_lesson, wanted)
     if own_notebooks.is_own(path) or not path.is_file() or path.suffix.lower() not in (".ipynb", ".py"):
@@ -105,9 +105,9 @@ def exercises_of_lesson(lesson: str) -> list[Exercise]:
 
 
 def lesson_of(path: Path, contents: notebook_cells.Contents | None = None) -> str:
-    """The number of the lesson, from the file's name or else from the notebook's metadata; "" if neither says.
+    """The lesson's number, from the file's name or else the notebook's metadata; "" if neither has one.
 
-    The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
+    The metadata also win if the notebook has no exercise of the lesson in its name: somebody misnamed it.
     """
     named = split_name(path.stem)[1]
     return named if contents is None else notebook_reader.choose_lesson(named, contents, sandboxed_reading.lesson_table())
@@ -115,10 +115,11 @@ def lesson_of(path: Path, contents: notebook_cells.Contents | None = None) -> st
 
 def collect_submissions(folder: Path, report: Callable[[str], object] = lambda learner: None,
             known: Mapping[str, Mapping[str, str]] = MappingProxyType({}), jobs: int = 1) -> tuple[list[Submission], list[str]]:
-    """All submissions below a folder, one for each learner and lesson, and a note on everything left out and everyone without.
+    """All submissions below a folder, one per learner and lesson, and notes on what is left out and who submitted nothing.
 
-    `report` hears of each learner before anything of theirs is read, so many learners at a time. What goes wrong with one file is
-    a note; the rest is read. known: of each learner the notebooks that need no reading, by their digests, with their lessons.
+    It reads `jobs` learners at a time, and calls `report` before reading each one. An error with one file becomes a note; the
+    rest is read. known: learner -> digest -> lesson of notebooks that need no reading. Raises `CourseError` if the folder cannot
+    be read.
     """
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
@@ -151,9 +152,9 @@ def collect_submissions(folder: Path, report: Callable[[str], object] = lambda l
 
 
 def files_by_learner(folder: Path, paths: Iterable[Path], platform: Platform, notes: list[str]) -> dict[str, list[Path]]:
-    """The files of each learner, in the same order, with a note on what may be another's: that is left out.
+    """The files of each learner, in the same order. Files that may be somebody else's are left out with a note.
 
-    A name that can be read in two ways never counts beside one that cannot.
+    A file with an ambiguous name never counts if the learner has one with an unambiguous name.
     """
     files_of: dict[str, list[tuple[int, Path]]] = {}
     spellings: dict[str, set[str]] = defaultdict(set)
@@ -179,8 +180,8 @@ def files_by_learner(folder: Path, paths: Iterable[Path], platform: Platform, no
 
 def collect_learner(learner: str, paths: Sequence[Path], folder: Path, platform: Platform,
                 known: Mapping[str, str]) -> tuple[list[Submission], list[str]]:
-    """One learner's submissions, the last of each lesson, and notes; paths: of all notebooks, the last one last."""
-    newest: dict[tuple[str, str], Submission] = {}   # by the lesson and Blackboard's name, in which the user's is not certain
+    """One learner's submissions, the last of each lesson, and notes; paths: all the learner's notebooks, the last one last."""
+    newest: dict[tuple[str, str], Submission] = {}   # by (lesson, Blackboard's head, whose user may be ambiguous)
     notes: list[str] = []
     if len(paths) > MAX_NOTEBOOKS:
         notes.append(f"{learner} has more than {MAX_NOTEBOOKS} notebooks: earlier ones are left out")
@@ -190,7 +191,7 @@ def collect_learner(learner: str, paths: Sequence[Path], folder: Path, platform:
               name in zip(paths, names, strict=True)]
     try:
         readings = sandboxed_reading.read_all(files, known, last=True)
-    except Exception as error:                       # such as a full disk: this learner's alone, and no mark
+    except Exception as error:                       # such as a full disk: affects this learner only, and gives no mark
         readings = [Reading(file.name, "", file.lesson, failure=render.failure_reason(error)) for file in files]
     for path, name, reading in zip(paths, names, readings, strict=True):
         with errors_noted(str(name), notes):
@@ -211,7 +212,7 @@ def collect_learner(learner: str, paths: Sequence[Path], folder: Path, platform:
 
 @contextmanager
 def errors_noted(name: str, notes: list[str]) -> Iterator[None]:
-    """Whatever goes wrong with one file becomes a note that names it: one submission must not end a class's run."""
+    """Turn an error with one file into a note that names it: one submission must not end the class's run."""
     try:
         yield
     except Exception as error:
@@ -219,7 +220,7 @@ def errors_noted(name: str, notes: list[str]) -> Iterator[None]:
 
 
 def settle_lesson(reading: Reading, name: Path, notes: list[str]) -> str:
-    """The lesson that a notebook counts for, with a note where its name does not settle that; "" if it counts for none."""
+    """The lesson that a notebook counts for, "" if none; adds a note if its name alone does not decide that."""
     name_lesson = split_name(name.stem)[1]
     if reading.failure or reading.problem:
         reason, consequence = reading.problem, "none of its exercises can pass"
@@ -236,7 +237,7 @@ def settle_lesson(reading: Reading, name: Path, notes: list[str]) -> str:
 
 
 def find_notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
-    """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's checkpoints stay out."""
+    """Notebooks and scripts below a folder, without JupyterLab's checkpoints and symbolic links, which may lead anywhere."""
     for path in find_files(folder, notes):
         parts = path.relative_to(folder).parts
         if path.suffix.lower() not in (".ipynb", ".py"):
@@ -251,9 +252,9 @@ def find_notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
 
 
 def find_files(folder: Path, notes: list[str]) -> list[Path]:
-    """What lies below a folder and is no folder, in order; symbolic links are not followed, hidden files stay out.
+    """All files below a folder, in order, without hidden ones; it does not follow symbolic links.
 
-    What cannot be opened, lies deeper than `MAX_DEPTH` or comes after a learner's first `MAX_ENTRIES` is left out with a note.
+    It leaves out, with a note, what it cannot open, what is deeper than `MAX_DEPTH`, and a learner's entries after `MAX_ENTRIES`.
     """
     paths: list[Path] = []
     for top in sorted(folder.iterdir()):
@@ -283,33 +284,33 @@ def find_files(folder: Path, notes: list[str]) -> list[Path]:
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder is somebody's work: JupyterLab's checkpoints and what macOS adds are not."""
+    """Whether a file or folder may be a learner's work: it is not hidden (as JupyterLab's checkpoints are) or macOS's own."""
     return not name.startswith(".") and name != "__MACOSX"
 
 
 def submission_order(path: Path, folder: Path, platform: Platform) -> tuple[float, int, int, float, str]:
-    """Later submissions come later: by the platform's date, its number, counters (name-1, name (1)), then the file's date."""
+    """Sort key, later submissions last: the platform's date and number, counters (name-1, name (1)), the file's date."""
     counter = COPY_NUMBER.search(path.stem) if not LOCAL_COPY.search(path.stem) else None
     attempt = platform.attempt(normalize_path(path.relative_to(folder)))
     return attempt.submitted_at, attempt.number, int(counter[1]) if counter else 0, path.stat().st_mtime, str(path)
 
 
 def find_learner(path: Path, platform: Platform | None = None) -> str:
-    """Whose a file is, from its path below the folder of submissions.
+    """The learner of a file, from its path below the folder of submissions.
 
-    As the platform says; nbgrader: `student/assignment/file`; else the first folder, or the file's name without the lesson's. An
-    umlaut is the same however it is encoded: macOS takes it apart.
+    The platform's name decides; else the first folder (nbgrader: `student/assignment/file`), or the file's name without the
+    lesson. Names are normalized first, because macOS encodes umlauts as two characters.
     """
     return learner_as_written(normalize_path(path), platform)
 
 
 def learner_as_written(path: Path, platform: Platform | None = None) -> str:
-    """The same as the file's name is encoded."""
+    """Like `find_learner`, without normalizing the name."""
     return (platform or Platform()).attempt(path).learner or split_name(path.stem)[0] or path.stem
 
 
 def split_name(stem: str) -> tuple[str, str]:
-    """(learner, lesson) that a file's name says: what comes before the last name of a lesson, or before what looks like one."""
+    """(learner, lesson) from a file's name: the learner comes before the last lesson name, or what looks like one."""
     low = stem.lower()
     matches = [(at, name) for name in lesson_names() if (at := low.rfind(name)) >= 0 and not low[at - 1:at].isdigit()]
     if matches:
@@ -321,6 +322,6 @@ def split_name(stem: str) -> tuple[str, str]:
 
 @cache
 def lesson_names() -> list[str]:
-    """Of the lessons that are there, as notebooks or as masters: 01_baseline."""
+    """The names of existing lessons, from notebooks or masters, such as 01_baseline."""
     files = (path for folder in ("notebooks", "solutions") for path in (lessons.ROOT / folder).glob("[0-9][0-9]_*"))
     return sorted({path.stem.lower() for path in files if path.suffix in (".ipynb", ".py")})

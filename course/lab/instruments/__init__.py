@@ -1,1 +1,1 @@
-"""What lessons measure with."""
+"""Measuring tools for the lessons."""

@@ -1,4 +1,4 @@
-"""Is this machine quiet? What is measured while others compute is too slow, and nothing in the number tells."""
+"""Check that this machine is idle. Other programs slow a measurement down, and the number does not show it."""
 
 import os
 import time
@@ -7,9 +7,9 @@ import psutil
 
 
 def busy_cores(seconds: float = 0.5) -> tuple[float, int]:
-    """How many cores other programs kept busy, on average over so many seconds, and how many this process may use."""
+    """(cores that other programs keep busy, on average over `seconds`; cores that this process may use)."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(psutil.cpu_count())
-    psutil.cpu_percent(percpu=True)                  # from here on
+    psutil.cpu_percent(percpu=True)                  # starts the interval
     mine = time.process_time()
     time.sleep(seconds)
     percent = psutil.cpu_percent(percpu=True)
@@ -18,7 +18,7 @@ def busy_cores(seconds: float = 0.5) -> tuple[float, int]:
 
 
 def report() -> None:
-    """Say whether other programs are busy enough to spoil a measurement."""
+    """Print whether other programs are busy enough to spoil a measurement."""
     busy, cores = busy_cores()
     message = f"Other programs keep {busy:.1f} of {cores} cores busy: "
     if busy > max(0.5, cores / 20):

@@ -1,4 +1,4 @@
-"""What happens when in a step of bucketed data parallelism: backward, and the all-reduce of each bucket."""
+"""Record the timeline of a step of bucketed data parallelism: backward, and each bucket's all-reduce."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from course.training.assemble import Training
 
 @dataclass
 class StepTimeline:
-    """Seconds since the backward pass of the step began."""
+    """Times in seconds since the step's backward pass began."""
 
-    backward: float = 0.0                            # when it ended
-    finished: float = 0.0                            # when the averages were there
-    gradients: list[float] = field(default_factory=list)                # when each parameter had its gradient
-    begin: dict[int, float] = field(default_factory=dict)               # of each bucket's all-reduce
+    backward: float = 0.0                            # end of the backward pass
+    finished: float = 0.0                            # when all averages were ready
+    gradients: list[float] = field(default_factory=list)                # when each parameter got its gradient
+    begin: dict[int, float] = field(default_factory=dict)               # bucket -> start of its all-reduce
     end: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -27,9 +27,9 @@ class StepTimeline:
 
 
 def record_step(training: Training, batch: Batch) -> StepTimeline:
-    """Forward, backward and averaging of one global batch's share, watched; the gradients are cleared again.
+    """Record forward, backward and averaging of this rank's share of a batch, then clear the gradients.
 
-    On a CPU, where what a call returns is done. `training` has parallel.data=bucketed.
+    Needs a CPU, where calls are synchronous, and parallel.data=bucketed: raises TypeError otherwise.
     """
     gradients, model = training.gradients, training.model
     if not isinstance(gradients, Bucketed):

@@ -1,6 +1,6 @@
-"""What a rank sends and makes: its collectives with their bytes, to whom it sends, and the largest tensor that it makes.
+"""Count what a rank sends and creates: collectives with their bytes, receivers, and the largest tensor.
 
-Counts are the same on a laptop and on a cluster, and do not care what else the machine does.
+Counts are the same on a laptop and on a cluster, whatever else the machine does.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from course.ranks.collective_trace import WORDS, Seen, brought, called
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of one rank: what, among which ranks, and the bytes of the tensor that this rank brings."""
+    """One rank's call of a collective: its name, the group's ranks, and the bytes of this rank's input."""
 
     op: str                                          # "all-reduce", "send to 1"
     ranks: tuple[int, ...]
@@ -29,16 +29,16 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """The bytes that each rank sends in the ring form, in which all links are busy all the time; where one rank has or gets
-        all, the mean over the ranks."""
+        """The bytes that each rank sends in a ring, which keeps all links busy. If one rank has or gets everything, the mean over
+        ranks."""
         n = len(self.ranks)
         factor = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "send": 1, "recv": 0, "barrier": 0}
         return factor.get(self.kind, (n - 1) / n) * self.bytes
 
 
 class Traffic(Seen):
-    """Within this context: the collectives of this rank, in order, `calls`, and of all tensors that operators put out the most
-    numbers that one has, `largest`, and the operator that made it, `by`."""
+    """Within this context, record this rank's collectives in order (`calls`), the number of elements of the largest tensor that
+    an operator returned (`largest`), and that operator (`by`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Traffic(Seen):
         self.largest, self.by = 0, ""
 
     def seen(self, word: str, given: dict[str, Any]) -> None:
-        """Count a collective."""
+        """Record a collective."""
         op, _, ranks, _ = called(word, given)
         self.calls.append(Collective(op, tuple(ranks), sum(tensor.nbytes for tensor in brought(word, given))))
 
@@ -59,12 +59,12 @@ class Traffic(Seen):
 
     @property
     def kinds(self) -> list[str]:
-        """What was called, in order: "all-reduce", "send"."""
+        """The kinds of all calls, in order: "all-reduce", "send"."""
         return [call.kind for call in self.calls]
 
     @property
     def to(self) -> set[int]:
-        """The ranks that were sent to, one by one."""
+        """The ranks that received point-to-point sends."""
         return {int(call.op.split()[-1]) for call in self.calls if call.kind == "send"}
 
     @property
@@ -74,24 +74,24 @@ class Traffic(Seen):
 
 
 def collectives(function: Callable[[], Any]) -> tuple[Any, list[Collective]]:
-    """The function's result, and every collective that it called on this rank, in order."""
+    """The function's result, and the collectives that it called on this rank, in order."""
     with Traffic() as traffic:
         result = function()
     return result, traffic.calls
 
 
 def within_budget(*counted: tuple[Traffic, float]) -> Tensor:
-    """1.0 if no more was sent than these bytes, each time; else a negative number that says by what: `excess_kinds` reads it."""
+    """1.0 if every traffic sent at most its number of bytes; else a negative code of the kinds above it, for `excess_kinds`."""
     excess = {kind for traffic, most in counted if traffic.sent > most for kind in traffic.kinds}
     return torch.tensor(-float(sum(2 ** WORDS.index(kind) for kind in excess)) or 1.0)
 
 
 def excess_kinds(code: float) -> list[str]:
-    """The kinds of collective that sent too much, from a number of `within_budget`; none if nothing did."""
+    """The kinds of collectives that sent too much, from a code of `within_budget`; empty if none did."""
     return [word for place, word in enumerate(WORDS) if code < 0 and int(-code) >> place & 1]
 
 
 def piece_bytes(x: Tensor, dim: int, size: int) -> int:
-    """The bytes of the pieces that `size` - 1 other ranks have or get of x, cut along `dim`, each as long as the longest: what a
-    rank sends in an all-gather, or a reduce-scatter. An all-reduce sends twice that."""
+    """Bytes of `size` - 1 pieces of x, cut along `dim` and padded to the longest: what a rank sends in an all-gather or a
+    reduce-scatter over `size` ranks. An all-reduce sends twice that."""
     return (size - 1) * -(-x.shape[dim] // size) * (x.nbytes // x.shape[dim])

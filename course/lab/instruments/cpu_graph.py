@@ -1,23 +1,23 @@
-"""CUDA graphs without a GPU: the operations of a block of code on a tape, with the tensors that they read and write.
+"""Emulate CUDA graphs without a GPU: record a block's operations on a tape, with the tensors that they read and write.
 
-A CUDA graph is a list of kernel launches with the addresses that the kernels read and write. A tape is a list of PyTorch's
-operations with the tensors that they read and write. What follows from that is the same for both:
+A CUDA graph is a list of kernel launches with the addresses that the kernels read and write. A tape is a list of PyTorch
+operations with the tensors that they read and write. So both behave in the same way:
 
-    addresses           an operation writes, in every replay, into the tensors that it wrote into when it was recorded
-    capturing           computes nothing: afterwards everything is as it was, and what was recorded has no value yet
-    Python              does not run in a replay: what it decided in the capture is decided for good
-    values              cannot be looked at in a capture (.item(), `if` on a tensor), for they are not there yet
-    PyTorch's generator moves on with every replay; a generator of one's own is refused (a GPU wants it registered)
+    addresses           in every replay, an operation writes into the same tensors as during the capture
+    capturing           computes nothing: afterwards old tensors are unchanged, and new ones have no values yet
+    Python              does not run in a replay: its decisions during the capture are final
+    values              cannot be read in a capture (.item(), `if` on a tensor), because they do not exist yet
+    PyTorch's generator advances with every replay; other generators are refused (a GPU requires them to be registered)
 
     graph = Graph()                 # torch.cuda.CUDAGraph()
     with capturing(graph):          # with torch.cuda.graph(graph):
         loss = step(batch)
     graph.replay()
 
-What differs. A replay of the tape still calls PyTorch once for each operation: it saves the Python of the model and autograd, not
-the launches. A tape keeps every tensor that it makes; a CUDA graph's memory pool hands the memory of those no longer in use to
-others. A tape is stricter about `torch.tensor(3.0)`, which a GPU refuses with device="cuda" alone. Code that is compiled, other
-threads and collectives are not for it.
+Differences: replaying a tape still calls PyTorch once per operation. It saves the model's Python and autograd, not the launches.
+A tape keeps every tensor that it creates; a CUDA graph's memory pool reuses the memory of unused ones.
+A tape always refuses `torch.tensor(3.0)`, a GPU only with device="cuda".
+Tapes do not support compiled code, other threads or collectives.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,32 +34,32 @@ from torch.utils._pytree import tree_leaves
 
 from course.utils.errors import CourseError
 
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # memory, and nothing to compute
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # only allocate, compute nothing
 READING_FUNCTIONS = {Tensor.tolist: ".tolist()", Tensor.numpy: ".numpy()", Tensor.cpu: ".cpu()", Tensor.__array__: "NumPy"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: what is called with what, and the new tensors that it made."""
+    """One recorded operation: its arguments and the new tensors that it created."""
 
     operation: Any                                   # a torch._ops.OpOverload, such as aten.mm.default
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    new_tensors: dict[int, Tensor]                   # by its place among what is returned, in memory of their own
+    new_tensors: dict[int, Tensor]                   # position among the results -> tensor that is not a view
 
     @property
     def name(self) -> str:
-        """Such as `mm`; in place, `add_`."""
+        """The operation's name, such as `mm` or, in place, `add_`."""
         return str(self.operation.overloadpacket.__name__)
 
     def repeat(self) -> None:
-        """Do the same once more, to the same tensors."""
+        """Run the operation again, into the same tensors."""
         results = tree_leaves(self.operation(*self.arguments, **self.keywords))
         for place, old in self.new_tensors.items():
             old.copy_(results[place])
 
     def fast_repeat(self) -> Callable[..., Any]:
-        """`repeat` in its quickest form: PyTorch's own variant that writes into given tensors, where there is one."""
+        """A faster `repeat`: PyTorch's out= variant, which writes into given tensors, if there is one."""
         if not self.new_tensors:
             return partial(self.operation, *self.arguments, **self.keywords)
         packet, wanted = self.operation.overloadpacket, signature(self.operation)
@@ -72,36 +72,36 @@ class Call:
 
 
 def signature(operation: Any) -> list[tuple[str, str]]:
-    """Names and types of an operation's arguments, those aside that it writes results into."""
+    """(name, type) of an operation's arguments, without out= arguments."""
     return [(argument.name, str(argument.type)) for argument in operation._schema.arguments if not argument.is_out]
 
 
 class Graph:
-    """A tape: filled by `capturing`, played by `replay`."""
+    """A tape: `capturing` records it, `replay` plays it."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.operations: list[Callable[..., Any]] = []     # the same, ready to be called
+        self.operations: list[Callable[..., Any]] = []     # the same, ready to call
 
     def replay(self) -> None:
-        """Do everything again that is on the tape, on what lies now where it was read."""
+        """Run all recorded operations again, on the current contents of their inputs."""
         if not self.calls:
             raise CourseError("there is nothing to replay: capture something first, `with capturing(graph):`")
-        with torch.inference_mode():                 # without autograd, which has done its part in the capture
+        with torch.inference_mode():                 # autograd already ran during the capture
             for again in self.operations:
                 again()
 
     @property
     def bytes(self) -> int:
-        """Of all tensors that the tape made, and keeps as long as it lives."""
+        """Bytes of all tensors that the tape created, and keeps as long as it exists."""
         return sum(tensor.untyped_storage().nbytes() for call in self.calls for tensor in call.new_tensors.values())
 
 
 @contextmanager
 def capturing(graph: "Graph | torch.cuda.CUDAGraph") -> Iterator[None]:
-    """What happens inside the block goes into the graph instead of happening.
+    """Record the operations inside the block into the graph instead of running them.
 
-    Raises `CourseError` on a tape, and a GPU `RuntimeError`, for what cannot be captured.
+    For what cannot be captured, a tape raises `CourseError`, and a GPU `RuntimeError`.
     """
     if not isinstance(graph, Graph):
         with torch.cuda.graph(graph):
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RefuseReading(TorchFunctionMode):
-    """Refuses ways of reading a tensor that are no operations."""
+    """Refuses functions that read a tensor's values without an operation."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if function in READING_FUNCTIONS:
@@ -167,7 +167,7 @@ class RefuseReading(TorchFunctionMode):
 
 
 def check_capturable(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A `CourseError` for what no graph can hold."""
+    """Raise `CourseError` for operations that no graph can contain."""
     name, tags = operation.overloadpacket.__name__, operation.tags
     if torch.Tag.data_dependent_output in tags:
         what = "an `if`, a float(), an index or .item()" if name == "_local_scalar_dense" else f"torch.{name}"
@@ -194,12 +194,12 @@ def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def find_tensors(values: Any) -> list[Tensor]:
-    """Those among nested values."""
+    """The tensors among nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Names the piece of memory that a tensor lies in, with all its views."""
+    """An ID of a tensor's storage, which its views share."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -209,13 +209,13 @@ def new_graph(device: torch.device) -> "Graph | torch.cuda.CUDAGraph":
 
 
 def warming(device: torch.device) -> AbstractContextManager[None]:
-    """For steps before a capture: on a GPU on a stream of their own, as the capture will be; on a CPU there are no streams."""
+    """A context for warm-up steps before a capture: a side stream on a GPU, as in the capture; nothing on a CPU."""
     return side_stream(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a stream of its own, after all that is under way, and before all that comes."""
+    """Run the block on a separate stream, after all earlier work and before all later work of the current stream."""
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

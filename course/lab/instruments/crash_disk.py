@@ -1,17 +1,17 @@
-"""A disk that can lose power: what a program did to it, and what is left of that after a crash at any moment."""
+"""A simulated disk that can lose power: it records what could be left after a crash at any moment."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 Files = dict[str, bytes]                             # path, such as "step_000100/index.json" -> contents
-MAX_FILES, MAX_PATH = 200, 255                       # files that a program sees at a time, and letters of a path: renaming a
-                                                     # folder that is in two moments makes two of it, and so on
+MAX_FILES, MAX_PATH = 200, 255                       # visible files, and letters of a path: renaming a
+                                                     # folder that exists in two states doubles it, and so on
 
 
 @dataclass
 class File:
-    """The bytes that were written, and how many of them have reached the disk for certain."""
+    """The bytes written to a file, and whether they are safely on the disk."""
 
     data: bytes = b""
     flushed: bool = False
@@ -19,19 +19,18 @@ class File:
 
 @dataclass
 class Folder:
-    """The entries that there are, and those that have reached the disk for certain."""
+    """A folder's current entries, and those that are safely on the disk."""
 
     current: dict[str, "File | Folder"] = field(default_factory=dict)
     flushed: dict[str, "File | Folder"] = field(default_factory=dict)
 
 
 class Disk:
-    """Files and folders in memory; `crashes` has what could be found if the power had failed after each operation.
+    """Files and folders in memory; `crashes` lists the possible contents if the power had failed after each operation.
 
-    A disk may delay and reorder what is not flushed, so of each moment there are four extremes. *Late*: no change of a name
-    that was not flushed has happened. *Early*: every one has. *Unlucky*: what was taken away is gone, what was added is not yet
-    there. *Outer*: the folder that all is in has changed, those in it have not. Of a file whose bytes were not flushed there is
-    the first half.
+    A disk may delay and reorder unflushed changes, so it records four extremes for each moment. *Late*: no unflushed change of a
+    name has happened. *Early*: all have. *Unlucky*: removed names are gone, added ones are missing. *Outer*: the root folder
+    has its changes, folders inside it do not. An unflushed file has the first half of its bytes.
     """
 
     def __init__(self) -> None:
@@ -39,13 +38,13 @@ class Disk:
         self.crashes: list[Files] = []
 
     def write(self, path: str, data: bytes) -> None:
-        """Make a file, and the folder that it is in. Half of it may be there in a crash until it is flushed."""
+        """Create a file, and its folders. Until it is flushed, a crash may leave half of it."""
         folder, name = self._parent(path, make=True)
         folder.current[name] = File(data)
         self._note()
 
     def flush(self, path: str = "") -> None:
-        """Wait until a file's bytes, or the names in a folder, are on the disk. "": the folder that all is in."""
+        """Wait until a file's bytes, or the names in a folder, are on the disk. "" is the root folder."""
         folder, name = self._parent(path)
         node = find_entry(folder, name, path) if name else folder
         if isinstance(node, File):
@@ -55,20 +54,20 @@ class Disk:
         self._note()
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file or a folder, with all that is in it, another name, at once; what had that name is gone."""
+        """Rename a file or folder atomically, and replace whatever had the new name."""
         (source, name), (target, other) = self._parent(old), self._parent(new)
         target.current[other] = find_entry(source, name, old)
         del source.current[name]
         self._note()
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it. If it is not there, nothing happens."""
+        """Remove a file, or a folder with its contents, if it exists."""
         folder, name = self._parent(path)
         folder.current.pop(name, None)
         self._note()
 
     def files(self) -> Files:
-        """What a program sees."""
+        """The files that a running program sees."""
         return {path: file.data for path, file in list_files(self.root, "early")}
 
     def _parent(self, path: str, make: bool = False) -> tuple[Folder, str]:
@@ -93,14 +92,14 @@ CRASH_KINDS = ("late", "early", "unlucky", "outer")
 
 
 def find_entry(folder: Folder, name: str, path: str) -> File | Folder:
-    """A file or folder, which has to be there."""
+    """A file or folder. Raises FileNotFoundError if it does not exist."""
     if name not in folder.current:
         raise FileNotFoundError(f"there is no {path} on the disk")
     return folder.current[name]
 
 
 def list_files(folder: Folder, kind: str) -> list[tuple[str, File]]:
-    """What `walk` finds; ValueError if that is more than anybody writes."""
+    """The files that `walk` finds. Raises ValueError beyond `MAX_FILES` or `MAX_PATH`."""
     files = list(islice(walk(folder, kind), MAX_FILES + 1))
     if len(files) > MAX_FILES or any(len(path) > MAX_PATH for path, _ in files):
         raise ValueError(f"this disk takes {MAX_FILES} files with paths of {MAX_PATH} letters")
@@ -108,8 +107,8 @@ def list_files(folder: Folder, kind: str) -> list[tuple[str, File]]:
 
 
 def walk(folder: Folder, kind: str, before: str = "") -> Iterator[tuple[str, File]]:
-    """Every file below a folder with its path, by the entries of one of the extremes; an empty folder as `name/`."""
-    if len(before) > MAX_PATH:                        # no need to look further
+    """(path, file) of every file below a folder after a crash of this kind; an empty folder as `name/`."""
+    if len(before) > MAX_PATH:                        # too long already
         yield before, File()
         return
     entries = folder.current if kind == "early" or (kind == "outer" and not before) else folder.flushed

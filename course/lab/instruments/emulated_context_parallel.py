@@ -1,11 +1,11 @@
-"""A small task for a DiT, and context parallelism of it pretended in one process, with candidates for what may be wrong with it.
+"""A small task for a DiT, with context parallelism emulated in one process and typical bugs to insert.
 
-The task: sums of a few plane waves. What a patch hides in its noise the others tell, if the model knows where each of them is;
-so it shows in the loss when they cannot. A step takes a hundredth of a second.
+The task: sums of a few plane waves. Each noisy patch can be inferred from the others if the model knows their positions. So the
+loss shows when patches cannot see one another. A step takes a hundredth of a second.
 
-A rank of the pretended layout is a slice of the batch: rank r of two has the samples r·B to r·B + B, of which each is a half of
-a sample's tokens. Norms, linears and the loss do not mind; attention gathers keys and values from the slices. So the numbers
-are those of two ranks, and a mistake can be put where two ranks would have it: weights of which each slice has a copy, for one.
+An emulated rank is a slice of the batch: rank r of two has entries r·B to r·B + B, each with half of a sample's tokens. Norms,
+linear layers and the loss need no change; attention gathers keys and values from all slices. So the numbers equal those of two
+ranks, and a bug can be inserted where two ranks would have it, such as a separate copy of weights for each slice.
 """
 
 import copy
@@ -23,9 +23,9 @@ from course.models.layers import Batch
 from course.training import assemble
 from course.utils import random
 
-RANKS, SAMPLES, WAVES = 2, 32, 4                     # ranks that are pretended; samples in a batch; waves in a sample
+RANKS, SAMPLES, WAVES = 2, 32, 4                     # emulated ranks; samples per batch; waves per sample
 MODEL = DiTConfig(latent=(1, 8, 8), patch=2, dim=48, depth=2, heads=4, classes=10, objective="flow")
-RATE, WARMUP = 3e-3, 20                              # of Adam
+RATE, WARMUP = 3e-3, 20                              # Adam: learning rate, warm-up steps
 CPU = torch.device("cpu")
 
 RIGHT = "nothing wrong"
@@ -40,7 +40,7 @@ BUGS = (POSITIONS, OWN_NOISE, SAME_NOISE, OWN_HALF, NO_GRADIENT, NOT_AVERAGED, C
 
 
 def waves(steps: int, seed: int = 0) -> Iterator[Batch]:
-    """Batches of sums of waves, `latent` (B, 1, 8, 8), `label` and `sample` (B,); others for each seed."""
+    """Batches of random sums of waves for a seed: `latent` (B, 1, 8, 8), `label` and `sample` (B,)."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.linspace(0, 2 * torch.pi, 9)[:8, None], torch.linspace(0, 2 * torch.pi, 9)[None, :8]
     kinds = [torch.sin((a * y + b * x) / 2 + phase) for a, b in ((0, 1), (1, 0)) for phase in (0, torch.pi / 2)]
@@ -53,7 +53,7 @@ def waves(steps: int, seed: int = 0) -> Iterator[Batch]:
 
 
 def losses(steps: int, *overrides: str, seed: int = 0, frozen: bool = False) -> Tensor:
-    """The loss of each step of the library's training on waves, (steps,). `frozen`: FP8's scales stay those of the first step."""
+    """The loss of each step of the library's training on waves, (steps,). `frozen`: keep FP8's scales of the first step."""
     m = MODEL
     c = config.load("dit-demo", [
         f"model.latent={list(m.latent)}", f"model.dim={m.dim}", f"model.depth={m.depth}", f"model.objective={m.objective}",
@@ -84,7 +84,7 @@ class GatheredAttention(nn.Module):
 
 
 class CopyPerRank(nn.Module):
-    """A module of which each slice has a copy of its own: equal at first, and then each goes its way."""
+    """A module with a copy per slice: equal at first, then trained independently."""
 
     def __init__(self, one: nn.Module):
         super().__init__()
@@ -95,13 +95,13 @@ class CopyPerRank(nn.Module):
 
 
 class EmbeddingPerRank(nn.Module):
-    """The embedding of each slice by itself, since its tokens have places of their own."""
+    """Embed each slice separately, since its tokens have their own positions."""
 
     def __init__(self, embed: nn.Module, bug: str):
         super().__init__()
         other = copy.deepcopy(embed) if bug in (NOT_AVERAGED, CONDITION) else embed
         if bug == CONDITION:
-            other.proj = embed.proj                 # what makes tokens is shared, what makes the condition is not
+            other.proj = embed.proj                 # share the token projection, not the condition
         self.each = nn.ModuleList([embed, other])
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class EmbeddingPerRank(nn.Module):
 
 
 def build(bug: str = RIGHT, dtype: torch.dtype = torch.float32, shake: float = 0.0) -> DiT:
-    """The model whose ranks are slices of the batch, with a bug. `shake`: what is added to all weights at random."""
+    """The model whose ranks are slices of the batch, with a bug. `shake`: standard deviation of noise added to all weights."""
     model = parallel.initialize_serial(build_model(MODEL), 0, CPU, dtype)
     assert isinstance(model, DiT)
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def build(bug: str = RIGHT, dtype: torch.dtype = torch.float32, shake: float = 0
 
 
 def prepare(model: DiT, batch: Batch, step: int, bug: str = RIGHT) -> Batch:
-    """A loader's batch as the ranks have it, one after the other: of each sample's tokens half are in each slice."""
+    """A loader's batch as consecutive slices, one per emulated rank, with half of each sample's tokens."""
     pieces, normal = [], random.normal
     half = batch["latent"][0].numel() // RANKS
     for rank in range(RANKS):
@@ -144,13 +144,13 @@ def prepare(model: DiT, batch: Batch, step: int, bug: str = RIGHT) -> Batch:
 
 
 def loss_curve(steps: int, bug: str = RIGHT) -> Tensor:
-    """The losses of a training on waves with a bug, (steps,): Adam, warm-up, nothing else."""
+    """The losses of a training on waves with a bug, (steps,), with Adam and warm-up only."""
     model = build(bug)
     optimizer = torch.optim.Adam(model.parameters(), RATE, fused=True)
     losses_of_steps = []
     for step, batch in enumerate(waves(steps)):
         total, _ = model.loss(model(ready := prepare(model, batch, step, bug)), ready)
-        loss = total / len(batch["sample"])         # the mean over whole samples, as one process has it
+        loss = total / len(batch["sample"])         # the mean over whole samples, as in one process
         loss.backward()
         optimizer.param_groups[0]["lr"] = RATE * min(1, (step + 1) / WARMUP)
         optimizer.step()

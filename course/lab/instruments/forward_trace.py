@@ -1,6 +1,6 @@
-"""What a rank has while a model computes: the shape that each module puts out, the collectives between them, and its parameters.
+"""Trace a rank's forward pass: the output shape of each module, the collectives in between, and the rank's parameters.
 
-`trace` runs in a rank of `ranks(n)`, or in one process for the serial model. `figures/who_holds.py` draws what it returns.
+`trace` runs on a rank of `ranks(n)`, or in one process for the serial model. `figures/who_holds.py` draws the result.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from course.training.assemble import assemble
 
 @dataclass(frozen=True)
 class Event:
-    """A module's output, or a collective: the name of either, and the shape of the tensor (for a collective what it brings)."""
+    """A module's output or a collective: its name, and the shape of the output or of the collective's input."""
 
     name: str                                        # "blocks.0.mlp.up", "all-reduce", "send to 1"
     shape: tuple[int, ...]
@@ -28,17 +28,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor of the serial model: a box of it, of which only the elements of `flat` where that is set."""
+    """The part of a serial model's tensor that a rank holds: a box, or if `flat` is set only that range of its elements."""
 
     name: str
-    shape: tuple[int, ...]                           # of the serial model's
+    shape: tuple[int, ...]                           # of the serial model's tensor
     box: Box
     flat: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Held:
-    """A rank's forward pass, its parameters, and the parts of them whose optimizer states it has."""
+    """A rank's forward pass, its parameters, and the parts for which it holds optimizer states."""
 
     events: list[Event]
     parameters: list[Part]
@@ -46,20 +46,20 @@ class Held:
 
 
 class Collectives(Seen):
-    """Notes collectives among the events."""
+    """Record collectives among the events."""
 
     def __init__(self, events: list[Event]) -> None:
         super().__init__()
         self.events = events
 
     def seen(self, word: str, given: dict[str, Any]) -> None:
-        """Note one."""
+        """Record a collective."""
         shapes = [tuple(tensor.shape) for tensor in brought(word, given)]
         self.events.append(Event(called(word, given)[0], shapes[0] if shapes else (), collective=True))
 
 
 def trace(preset: str, *settings: str) -> Held:
-    """Assemble a training of a preset with these settings, run one step of it, and return what this rank has, on the CPU."""
+    """Assemble a training from a preset and settings, run one step on the CPU, and return what this rank held."""
     chosen = config.load(preset, ["train.device=cpu", "data.source=mock", *settings])
     world = parallel.join("cpu") if torch.distributed.is_initialized() else parallel.World()
     training = assemble(chosen, parallel.build_mesh(chosen.parallel, world))
@@ -77,7 +77,7 @@ def trace(preset: str, *settings: str) -> Held:
 
 
 def note(name: str, events: list[Event]) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that notes a module's output."""
+    """A forward hook that records a module's output shape."""
     def hook(module: nn.Module, given: Any, out: Any) -> None:
         if isinstance(out, Tensor):
             events.append(Event(name, tuple(out.shape)))
@@ -86,5 +86,5 @@ def note(name: str, events: list[Event]) -> Callable[[nn.Module, Any, Any], None
 
 
 def part(where: parallel.Placement) -> Part:
-    """A placement without what cannot leave its process."""
+    """The part of a placement that can be sent to another process."""
     return Part(where.name, where.global_shape, where.box, where.flat)

@@ -1,6 +1,6 @@
-"""What a function starts, counted: PyTorch's operators one by one, graphs that Dynamo records, kernels that Inductor writes.
+"""Count what a function launches: PyTorch's operators, graphs that Dynamo records, kernels that Inductor generates.
 
-Counts need no GPU. An operator that computes is one kernel there, in some cases two or three; views and empty memory are none.
+Counts need no GPU. On a GPU, an operator that computes is one kernel, sometimes two or three. Views and empty tensors are none.
 """
 
 import re
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_KERNEL = ("profiler", "empty", "_unsafe_view", "detach", "_local_scalar_dense", "is_pinned", "new_empty", "empty_like",
              "empty_strided", "alias", "_record_function_enter_new", "_record_function_exit")
-# what the code calls that Inductor wrote: kernels of its own, in C++ or Triton, and operators that are libraries'
+# calls in code that Inductor generated: its own kernels, in C++ or Triton, and library operators
 CALLS = re.compile(r"^\s*(?:\w+ = )?(?:(cpp_fused_\w+?)\(|(triton_\w+)\.run\(|extern_kernels\.(\w+)\(|"
                    r"torch\.ops\.aten\.(\w+?)(?:\.\w+)?\()", re.MULTILINE)
 
 
 class Operators(TorchDispatchMode):
-    """Inside, `names` collects the operators that compute something, in order: "addmm", "gelu"."""
+    """Within this context, `names` collects the operators that compute something, in order: "addmm", "gelu"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
 
 
 def operators(function: Callable[[], Any]) -> list[str]:
-    """The operators that a function starts one after another, those of its backward pass too; views are left out."""
+    """The operators that a function calls, in order, including its backward pass, without views."""
     with Operators() as seen:
         function()
     return seen.names
@@ -44,8 +44,8 @@ def operators(function: Callable[[], Any]) -> list[str]:
 def graphs(function: Callable[..., Any], *calls: Sequence[Any], modules: Sequence[nn.Module] = ()) -> list[list[str]]:
     """The operations of each graph that Dynamo records while `function` is called with these arguments, call after call.
 
-    modules: these are compiled, each in its place, rather than the function. Whatever was compiled before is forgotten.
-    Needs no compiler: graphs are recorded and then run by PyTorch.
+    modules: compile these in place instead of the function. Earlier compilations are discarded. It needs no C++ compiler:
+    graphs are recorded and then run by PyTorch.
     """
     operations: list[list[str]] = []
 
@@ -63,13 +63,13 @@ def graphs(function: Callable[..., Any], *calls: Sequence[Any], modules: Sequenc
                 run(*arguments)
         finally:
             for module in modules:
-                module._compiled_call_impl = None    # as it was
+                module._compiled_call_impl = None    # undo .compile()
     return operations
 
 
 @contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Begin and end with nothing compiled, and without Dynamo's warnings, which stand in the way of what a cell shows."""
+    """Start and end with nothing compiled, and silence Dynamo's warnings, which would clutter a cell's output."""
     torch._dynamo.reset()
     set_logs(dynamo=50, inductor=50)                 # logging.CRITICAL
     try:
@@ -80,9 +80,9 @@ def fresh_compilation() -> Iterator[None]:
 
 
 def generated(function: Callable[[], Any]) -> list[list[str]]:
-    """What the code that Inductor writes for a compiled function starts, graph by graph: fused kernels and library calls.
+    """The fused kernels and library calls in the code that Inductor generates for a compiled function, per graph.
 
-    Call it before anything else calls the function: what is compiled is compiled once. Needs a compiler.
+    Call it before the function runs for the first time, because it compiles only once. Needs a compiler.
     """
     from torch._inductor.utils import run_and_get_code
 
@@ -91,13 +91,13 @@ def generated(function: Callable[[], Any]) -> list[list[str]]:
 
 
 def called_kernels(code: str) -> list[str]:
-    """The names of what generated code calls, in order."""
-    body = code.rpartition("def call(")[2]           # what stands before are the kernels themselves
+    """The names of the kernels and operators that generated code calls, in order."""
+    body = code.rpartition("def call(")[2]           # the kernels themselves come before it
     return [next(filter(None, groups)) for groups in CALLS.findall(body)]
 
 
 def compiler() -> str:
-    """The compiler of C++ that Inductor uses on the CPU, such as "g++"; "" where there is none."""
+    """The C++ compiler that Inductor uses on the CPU, such as "g++"; "" if there is none."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -107,5 +107,5 @@ def compiler() -> str:
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Names with how often they occur, the most frequent first: "4 x addmm, 2 x native_layer_norm"."""
+    """Format counts, the largest first: "4 x addmm, 2 x native_layer_norm"."""
     return ", ".join(f"{count} x {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,12 +1,11 @@
-"""A small task to compare number formats by their loss curves: lesson 04 and `experiments/loss_curves.py` train on it.
+"""A small task that compares number formats by loss curves, for lesson 04 and `experiments/loss_curves.py`.
 
-A small ViT learns a nonlinear function of random waves, in each case from the same weights and the same batches, so that the
-number format is all in which the curves differ. One sample is made to be difficult: the target of the first one in the first
-batch is a millionth of the others'. The loss is relative, so its gradient is a million times as large as those that follow.
-Clipping makes that step harmless, but amax histories remember it: a format of gradients with too narrow a range loses what
-follows.
+A small ViT learns a nonlinear function of random waves. All cases share weights and batches, so that curves differ only by the
+number format. The first sample of the first batch is difficult: its target is a millionth of the others'. The loss is relative,
+so its gradient is a million times larger than later ones. Clipping makes that step harmless, but amax histories remember it: a
+gradient format with too narrow a range loses the gradients that follow.
 
-Besides what the machine has there are two that are wrong on purpose: gradients in E4M3, and scales that are never renewed.
+Besides the formats of the machine, two cases are wrong on purpose: gradients in E4M3, and scales that are never updated.
 """
 
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from course.parallel import World, build_mesh
 from course.training.assemble import Training
 from course.training.assemble import assemble as assemble_training
 
-STEPS, MEAN = 300, 20                               # losses in a curve, after that of the first step; and in each mean of it
-SAMPLES = 8                                         # in a batch
+STEPS, MEAN = 300, 20                               # losses in a curve, without the first step; losses per mean
+SAMPLES = 8                                         # per batch
 VIT = ("model.grid=[16,32]", "model.patch=4", "model.channels=2", "model.dim=32", "model.depth=3", "model.heads=2",
        "model.residual=false", "data.source=mock", f"train.steps={STEPS + 1}", f"train.global_batch={SAMPLES}", "optim.lr=5e-3",
        "optim.warmup=40", "optim.clip=1")
@@ -42,7 +41,7 @@ def waves() -> Tensor:
 
 
 def batches(steps: int) -> Iterator[Batch]:
-    """Random sums of waves, (8, 2, 16, 32), and a nonlinear function of them; the same in every call, on the CPU."""
+    """Random sums of waves, (8, 2, 16, 32), and a nonlinear function of them, on the CPU; the same in every call."""
     generator = torch.Generator().manual_seed(0)
     for number in range(steps):
         x = torch.einsum("bci,iyx->bcyx", torch.randn(SAMPLES, 2, 12, generator=generator), waves()) / 2.1
@@ -53,13 +52,13 @@ def batches(steps: int) -> Iterator[Batch]:
 
 
 def assemble(overrides: tuple[str, ...], device: torch.device) -> Training:
-    """What trains the small ViT with these settings, in one process."""
+    """Assemble the training of the small ViT with these settings, in one process."""
     c = config.load("vit-demo", [*VIT, f"train.device={device.type}", *overrides])
     return assemble_training(c, build_mesh(c.parallel, World(device=device)))
 
 
 def losses(overrides: tuple[str, ...], device: torch.device, steps: int = STEPS, frozen: bool = False) -> Tensor:
-    """The loss of each step but the first, (steps,); `frozen`: FP8's scales stay what they are after the first step."""
+    """The loss of each step except the first, (steps,). `frozen`: keep FP8's scales from after the first step."""
     training, found = assemble(overrides, device), []
     for batch in batches(steps + 1):
         found.append(training.step({name: tensor.to(device) for name, tensor in batch.items()})[0])
@@ -69,10 +68,10 @@ def losses(overrides: tuple[str, ...], device: torch.device, steps: int = STEPS,
 
 
 def means(curve: Tensor) -> Tensor:                                     # (steps,) -> (steps // 20,)
-    """A curve in means of 20 losses: single ones are noise."""
+    """Average a curve over windows of 20 losses, because single losses are noisy."""
     return curve.unfold(0, MEAN, MEAN).mean(1)
 
 
 def gap(curve: Tensor, reference: Tensor) -> float:                     # 2 x (steps,)
-    """How far the means of a curve are from those of another at most, relative."""
+    """The largest relative difference between the means of two curves."""
     return (means(curve) / means(reference) - 1).abs().max().item()

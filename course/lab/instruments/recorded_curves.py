@@ -1,4 +1,4 @@
-"""Recorded training curves as TensorBoard logs: those of lesson 08, which `experiments/convergence.py` made."""
+"""Convert lesson 08's training curves, recorded by `experiments/convergence.py`, to TensorBoard logs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def to_tensorboard(found: Mapping[str, Any], folder: Path) -> None:
-    """Write recorded curves as a TensorBoard log of each run; the axis of steps counts samples, so that batches compare."""
+    """Write a TensorBoard log per run; its step axis counts samples, so that batch sizes are comparable."""
     from torch.utils.tensorboard import SummaryWriter
 
     for run in found["runs"]:

@@ -1,7 +1,7 @@
-"""What lesson 17 plans with: a run as numbers, what a GPU reaches, and three recorded runs to predict before they are seen.
+"""Data for lesson 17: a run as numbers, the rates that a GPU reaches, and three recorded runs to predict.
 
-    run = runs()["pipeline"]             # its numbers, without the time that it took
-    told({"pipeline": 700.0})            # that time, beside a prediction and the library's
+    run = runs()["pipeline"]                      # its numbers, without its time
+    compare_predictions({"pipeline": 700.0})      # the recorded time, a prediction, and the library's prediction
 """
 
 from collections.abc import Mapping
@@ -47,26 +47,26 @@ class Rates:
     bandwidth: float                                # bytes/s through a link
 
 
-# (file, name) of recorded steps: a run on one GPU, one that is cut by tensors and one by layers
+# (file, name) of recorded steps: on one GPU, with tensor parallelism, with pipeline parallelism
 RECORDED = {"one GPU": ("gpt_", "gpt: 1.3B: bf16, compiled, narrow stream"), "tensor parallel": ("tp_", "tp 2: plain"),
           "pipeline": ("pp_", "pp 4: 1f1b")}
 
 
 @cache
 def recorded_run_steps() -> dict[str, recorded_steps.Step]:
-    """The three recorded steps, with what was measured."""
+    """The three recorded steps, with their measurements."""
     steps = {(step.file, step.name): step for part in (recorded_steps.one_gpu, recorded_steps.tensor, recorded_steps.pipelines)
              for step in part()}
     return {name: steps[key] for name, key in RECORDED.items()}
 
 
 def runs() -> dict[str, Run]:
-    """The three as numbers alone."""
+    """The three recorded runs as numbers, without their times."""
     return {name: run_of(step) for name, step in recorded_run_steps().items()}
 
 
 def run_of(step: recorded_steps.Step) -> Run:
-    """A recorded GPT as a `Run`."""
+    """Convert a recorded GPT step to a `Run`."""
     c = step.config
     local = workload_of(c, recorded_steps.h200(), 0)
     if step.kind == "stack":
@@ -75,14 +75,14 @@ def run_of(step: recorded_steps.Step) -> Run:
     assert isinstance(m, GPTConfig)
     weights = sum(linear.k * linear.n for linear in linears(m)) / c.parallel.tp
     moved = sum(size for _, size in [*block_time.forward_bytes(local), *block_time.backward_bytes(local)])
-    moved += 12 * weights * (local.casts + (local.micros > 1))          # autocast's casts; gradients, added up
+    moved += 12 * weights * (local.casts + (local.micros > 1))          # autocast's casts; accumulated gradients
     update = 32 * step_time.parameters_of_rank(local, m.depth, True) if step.kind == "step" else 0.0
     return Run(local.micro, local.micros, m.context, m.dim, m.hidden, m.depth, m.vocab if step.kind == "step" else 0, True,
                c.parallel.tp, c.parallel.pp, moved, update)
 
 
 def compare_predictions(predicted_ms: Mapping[str, float]) -> None:
-    """Set predictions, run -> ms, beside what was recorded and beside the library's model. Raises `CourseError` for others."""
+    """Print predictions, run -> ms, with recorded times and the library's predictions. Raises `CourseError` for other runs."""
     steps = recorded_run_steps()
     for name, ms in predicted_ms.items():
         if name not in steps:

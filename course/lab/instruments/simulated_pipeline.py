@@ -1,4 +1,4 @@
-"""A pipeline whose stages sleep instead of computing: real messages and real waits, on a machine with fewer cores than stages."""
+"""A pipeline whose stages sleep instead of computing: real messages and waits even with fewer cores than stages."""
 
 import time
 from typing import Any
@@ -13,11 +13,11 @@ from course.parallel import build_mesh, join
 from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.parallel.pipeline_parallel.schedules import Pass
 
-PassTimes = dict[tuple[int, Pass], tuple[float, float]]  # as `timeline` gives it
+PassTimes = dict[tuple[int, Pass], tuple[float, float]]  # (rank, pass) -> (start, end), like `timeline`
 
 
 class Sleep(Function):
-    """identity | identity, each of which takes its time and writes down when."""
+    """identity | identity; forward and backward sleep and record their times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pause: Any, chunk: int, micro: int, forward: float, backward: float) -> Tensor:
@@ -32,7 +32,7 @@ class Sleep(Function):
 
 
 def run_pipeline(schedule: str, m: int, v: int = 1, forward: float = 0.04, backward: float = 0.08) -> PassTimes:
-    """Run the library's pipeline over all ranks; on each of them (start, end) in seconds of every pass of every rank.
+    """Run the library's pipeline over all ranks; returns, on every rank, (start, end) in seconds of all ranks' passes.
 
     forward, backward: seconds that a pass through all chunks of a rank takes.
     """
@@ -51,7 +51,7 @@ def run_pipeline(schedule: str, m: int, v: int = 1, forward: float = 0.04, backw
         return y.sum() if chunk == v - 1 and mesh.pp.rank == mesh.pp.size - 1 else y
 
     pipeline = Pipeline(mesh, schedule, v)
-    pipeline.train(one, [1] * m)                     # ranks make one another's acquaintance
+    pipeline.train(one, [1] * m)                     # warm-up: opens the connections between ranks
     mine.clear()
     dist.barrier()
     pipeline.train(one, [1] * m)

@@ -1,6 +1,6 @@
-"""How many bytes of tensors are alive, on any device: what PyTorch's operators made within a context and nobody has freed yet.
+"""Measure tensor memory on any device: bytes of live tensors that PyTorch's operators created within a context.
 
-And how many a forward pass keeps for its backward pass.
+Also measure the bytes that a forward pass keeps for its backward pass.
 """
 
 import weakref
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_iter
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Within this context `now` is the bytes of tensors made here that are still alive, `peak` the most there were.
+    """Within this context, `now` is the bytes of live tensors created here, and `peak` their maximum.
 
-    Memory that was there before, such as weights, does not count.
+    Memory from before the context, such as weights, does not count.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: set[int] = set()                 # storages that count, or were there before
+        self.known: set[int] = set()                 # storages that are counted, or existed before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
@@ -35,7 +35,7 @@ class MemoryMeter(TorchDispatchMode):
         return out
 
     def notice(self, tensor: Tensor, size: int) -> None:
-        """A tensor's memory, which counts `size` bytes until it is freed, if it has not been seen before."""
+        """Count `size` bytes for a tensor's storage until it is freed, unless the storage is known."""
         storage = tensor.untyped_storage()
         name = storage._cdata
         if name not in self.known:
@@ -45,7 +45,7 @@ class MemoryMeter(TorchDispatchMode):
             weakref.finalize(storage, self.freed, name, size)
 
     def freed(self, name: int, size: int) -> None:
-        """The memory is gone; another may get its name."""
+        """Forget a freed storage; a new one may get its ID."""
         self.known.discard(name)
         self.now -= size
 

@@ -1,1 +1,1 @@
-"""Other people's code in a process of its own, cut off and limited."""
+"""Run untrusted code in a separate process, isolated and limited."""

@@ -1,12 +1,12 @@
-"""What runs in a process of its own: put answers in the library's place, run an exercise's program, write tensors.
+"""The process inside the sandbox: replace library objects by answers, run the exercise's program, write its tensors.
 
     python -m course.lab.sandbox.child FOLDER
 
-imports a copy of the package in which the exercise's objects are blank. The folder holds `job.json`
-({"exercise", "module", "answers", "ranks", "seconds"}) and, for each answer i, its inputs, `inputs-i.safetensors`, and
-itself, `answer-i.json`, a list of (cell, line, text). Of rank r the outputs go to `out-i-r.safetensors`; what went wrong goes to
-`error-i.json` ({"kind", "text", "cure"}). Once everything is imported, and before any answer's code runs, the watchdog is told.
-Nothing here knows what the outputs should be.
+It imports a copy of the package in which the exercise's objects are blank. FOLDER holds `job.json`
+({"exercise", "module", "answers", "ranks", "seconds"}) and, for each answer i, the inputs `inputs-i.safetensors` and the answer
+`answer-i.json`, a list of (cell, line, text). Rank r writes its outputs to `out-i-r.safetensors`. An error goes to `error-i.json`
+({"kind", "text", "cure"}). After all imports and before any answer's code, it tells the watchdog that the run has started.
+Nothing here knows the expected outputs.
 """
 
 import __future__
@@ -26,12 +26,12 @@ from typing import Any
 
 from course.ranks.collective_mismatch import CELL
 
-START_VARIABLE = "COURSE_SANDBOX_BEGUN"              # the variable with the number of the file through which the watchdog is told
+START_VARIABLE = "COURSE_SANDBOX_BEGUN"              # holds the file descriptor of the watchdog's start pipe
 LIBRARY_RAISED = ("no line of yours raised this, but the library could not go on with what your code takes, returns or yields: "
                   "compare that with what the docstring and the lesson say")
 
 
-CURES = (                                            # what PyTorch and NumPy say -> what to do about it
+CURES = (                                            # error message of PyTorch or NumPy -> cure
     (r"returned an incorrect number of gradients",
      "`backward` returns one thing for each argument of `forward` after ctx, in order: a gradient, or None for what has none"),
     (r"returned an invalid gradient",
@@ -60,7 +60,7 @@ CURES = (                                            # what PyTorch and NumPy sa
 def main(folder: Path) -> None:
     """Run every answer of the job, on one rank or several."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    pipe = os.environ.pop(START_VARIABLE, "")                 # ranks, which inherit no files, must not take another for it
+    pipe = os.environ.pop(START_VARIABLE, "")                 # ranks inherit no descriptors: there the number means another file
     for number in range(job["answers"]):
         if job["ranks"] > 1:
             run_on_ranks(job, folder, number, pipe if number == 0 else "")
@@ -77,7 +77,7 @@ def run_on_ranks(job: dict[str, Any], folder: Path, number: int, pipe: str) -> N
 
     try:
         call = ranks(job["ranks"], timeout=job["seconds"], imports=job["module"])
-        call(int)                                    # when they answer, they have imported everything
+        call(int)                                    # once they answer, they have imported everything
         report_start(pipe)
         call(run_rank, str(folder), number, job["module"], job["exercise"])
     except RankError as error:
@@ -93,14 +93,14 @@ def run_on_ranks(job: dict[str, Any], folder: Path, number: int, pipe: str) -> N
 
 
 def report_start(pipe: str) -> None:
-    """Tell the watchdog that time begins to count, by the file of this number; "": it has been told, or there is none."""
+    """Tell the watchdog to start the clock, through this file descriptor; "": it knows already, or there is none."""
     if pipe:
         os.write(int(pipe), b".")
         os.close(int(pipe))
 
 
 def run_rank(folder: str, number: int, module: str, name: str) -> None:
-    """The work of one rank among several. What it raises is written down, and raised, so that the others need not wait."""
+    """Run an answer on one rank of several. It records an exception and raises it again, so that other ranks stop waiting."""
     import torch.distributed as dist
 
     from course.ranks.collective_mismatch import lost
@@ -115,7 +115,7 @@ def run_rank(folder: str, number: int, module: str, name: str) -> None:
 
 
 def merge_errors(reports: dict[int, dict[str, str]]) -> dict[str, str]:
-    """The complaints of several ranks as one; what several say is said once."""
+    """Merge the errors of several ranks into one report; equal texts appear once."""
     from course.utils.errors import rank_names
 
     ranks_by_text: dict[str, list[int]] = {}
@@ -126,12 +126,12 @@ def merge_errors(reports: dict[int, dict[str, str]]) -> dict[str, str]:
 
 
 def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "") -> None:
-    """Run the exercise's program with answer `number` in the library's place. pipe: see `report_start`."""
-    import torch  # not before: who only starts ranks does without, a second less
+    """Run the exercise's program with answer `number` instead of the library's objects. pipe: see `report_start`."""
+    import torch  # late: the process that only starts ranks saves a second
     from safetensors.torch import load_file, save_file
 
     torch.set_num_threads(1)
-    exercise = next(one for one in import_module(module).EXERCISES if one.name == name)      # `find` imports all modules of them
+    exercise = next(one for one in import_module(module).EXERCISES if one.name == name)      # `find` would import all modules
     inputs = load_file(folder / f"inputs-{number}.safetensors")
     report_start(pipe)
     with installed_answers(exercise.objects, load_answer(folder / f"answer-{number}.json", exercise.names)):
@@ -141,20 +141,20 @@ def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pip
 
 
 def load_answer(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """Execute an answer's pieces, each as a part of its cell; returns the objects of these names."""
+    """Execute an answer's pieces, each with its cell's name and line numbers; returns the named objects."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     future = 0
     for cell, line, text in json.loads(path.read_text(encoding="utf-8")):
         register_lines(cell, line, text)
         code = compile("\n" * (line - 1) + text, cell, "exec", future, dont_inherit=True)
-        future |= code.co_flags & __future__.annotations.compiler_flag          # which all that follows is to have
+        future |= code.co_flags & __future__.annotations.compiler_flag          # applies to all later pieces
         exec(code, module.__dict__)
     return {name: getattr(module, name) for name in names}
 
 
 def register_lines(cell: str, line: int, text: str) -> None:
-    """Let tracebacks quote the lines of a cell, which are in no file."""
+    """Register a cell's lines with `linecache`, so that tracebacks can quote them."""
     lines = list(linecache.getlines(cell))
     new = [f"{each}\n" for each in text.splitlines()]
     lines += ["\n"] * (line - 1 + len(new) - len(lines))
@@ -164,7 +164,7 @@ def register_lines(cell: str, line: int, text: str) -> None:
 
 @contextmanager
 def installed_answers(objects: tuple[str, ...], answers: dict[str, Any]) -> Iterator[None]:
-    """Put answers in the place of the library's objects, wherever a module of the library refers to them."""
+    """Inside the block, replace the library's objects by answers in every library module that refers to them."""
     replacements = []
     for dotted in objects:
         module, _, name = dotted.rpartition(".")
@@ -182,15 +182,15 @@ def installed_answers(objects: tuple[str, ...], answers: dict[str, Any]) -> Iter
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """What went wrong: its kind, a text with the lines of the learner's own code that led to it, and a cure if one is known."""
-    return_values = sys.modules.get("course.lab.checks.return_values")    # which imports PyTorch: without it no such error
+    """Report an error: its kind, a text with the learner's lines in the traceback, and a cure if one is known."""
+    return_values = sys.modules.get("course.lab.checks.return_values")    # not imported: no such error possible
     if return_values and isinstance(error, return_values.InvalidReturn):
         return {"kind": "InvalidReturn", "text": error.text, "cure": error.cure}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(CELL)]
     lines = [f"line {frame.lineno} of {frame.filename}: {frame.line}" for frame in frames[-4:]]
     if isinstance(error, SyntaxError) and str(error.filename).startswith(CELL):
         lines.append(f"line {error.lineno} of {error.filename}: {(error.text or '').strip()}")
-        error = SyntaxError(error.msg)               # without "(the cell ..., line 3)"
+        error = SyntaxError(error.msg)               # drop "(the cell ..., line 3)"
     if isinstance(error, NotImplementedError) and str(error) == "not implemented yet" and frames:         # a blank
         error = NotImplementedError(f"`{failing_function(error)}`: {error}")
     return {"kind": type(error).__name__, "text": "\n".join([f"{type(error).__name__}: {error}", *lines]),
@@ -198,13 +198,13 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 
 def failing_function(error: BaseException) -> str:
-    """The function or class of the learner's in which an error came up, by the name that a cell gives it."""
+    """The learner's function or class in which an error occurred, by its name in the cell."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [code.co_qualname for code in codes if code.co_filename.startswith(CELL)][-1].split(".")[0]
 
 
 def write_error(path: Path, report: dict[str, str]) -> None:
-    """Write down what went wrong; of a long text the end."""
+    """Write an error report; keep the end of a long text."""
     path.write_text(json.dumps(report | {"text": report["text"][-8000:]}), encoding="utf-8")
 
 

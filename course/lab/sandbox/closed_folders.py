@@ -1,4 +1,4 @@
-"""Folders that an answer must not read, closed to other users: enough where answers run as one, and needless with bubblewrap."""
+"""Close folders that answers must not read to other users. Only needed where answers run as another user, not with bubblewrap."""
 
 import stat
 import sys
@@ -13,13 +13,13 @@ SOLUTIONS = stubs.PACKAGE.parent / "solutions"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, if there is none, and close it to all but its owner."""
+    """Create a folder if it is missing, and close it to everyone but its owner."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
 
 
 def close_to_others(folders: Sequence[Path]) -> list[str]:
-    """Where answers run as another user, take folders' permissions for others away; a line on each that changed or could not."""
+    """If answers run as another user, close folders to others; returns a line for each that changed or has to stay open."""
     layers = sandbox.layers()
     if layers.namespaces or not layers.user:
         return []
@@ -37,5 +37,5 @@ def close_to_others(folders: Sequence[Path]) -> list[str]:
 
 
 def required_folders() -> list[Path]:
-    """What another user who runs answers has to reach."""
+    """The folders that the user who runs answers has to reach."""
     return [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable), Path(tempfile.gettempdir())]

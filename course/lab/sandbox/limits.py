@@ -1,4 +1,4 @@
-"""The watchdog of a run: its time, memory, processes, output and disk, and an end for all of it."""
+"""The watchdog of a run: it limits time, memory, processes, output and disk, and kills all processes of the run."""
 
 import os
 import select
@@ -20,45 +20,45 @@ from course.lab.sandbox.scratch_folder import files_elsewhere, folder_size
 T = TypeVar("T")
 RUN_VARIABLE = "COURSE_SANDBOX"                      # the environment variable that marks a run's processes
 KILL_SECONDS = 3.0                                   # seconds that killing may take
-POLL_SECONDS = 0.05                                  # seconds between two looks of the watchdog
+POLL_SECONDS = 0.05                                  # shortest interval between two checks of the watchdog
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use."""
+    """The limits of a run."""
 
-    seconds: float = 60.0                            # wall clock, since the start or, where it says when it has begun, since then
-    starting: float = 300.0                          # that it may take until then: on a busy machine, on a slow disk
+    seconds: float = 60.0                            # wall clock, from the launch or from the start that the run reports
+    starting: float = 300.0                          # wall clock until that report, which a busy machine or slow disk delays
     gigabytes: float = 4.0                           # memory of all its processes together
-    processes: int = 64                              # at any one time
-    files: int = 4096                                # that they have open, pipes and sockets among them
-    output: int = 1_000_000                          # bytes of stdout and stderr that are kept; 20 times that ends it
-    disk: float = 1.0                                # gigabytes in the scratch folder, old ones too, and in deleted files
+    processes: int = 64                              # at the same time
+    files: int = 4096                                # open at the same time, including pipes and sockets
+    output: int = 1_000_000                          # bytes of stdout and stderr to keep; 20 times as many end the run
+    disk: float = 1.0                                # gigabytes in the scratch folder, old files included, and in deleted files
 
 
 @dataclass
 class Watchdog:
-    """A run, and what the watchdog knows of it."""
+    """The watchdog, with the state of its run."""
 
     process: subprocess.Popen[bytes]
-    pipe: int | None                                 # what it prints, until every writer has closed it or is gone
+    pipe: int | None                                 # its output, until all writers have closed it
     scratch: Path
     limits: Limits
     mark: str
-    user: int                                        # 0: not one of its own
+    user: int                                        # the run's own user; 0: it has none
     launched: float
-    helpers: int                                     # processes that are bubblewrap's
-    tree: set[psutil.Process]                        # its processes, those of bubblewrap among them
-    start_pipe: int | None = None                    # the pipe from which one byte says that it has begun
-    began: float | None = None                       # when that was seen
-    free_before: Mapping[str, int] = field(default_factory=dict)  # that there was when it started
-    late: bool = False                               # it is beyond a limit on time
+    helpers: int                                     # number of bubblewrap's own processes
+    tree: set[psutil.Process]                        # processes of the run, including bubblewrap's
+    start_pipe: int | None = None                    # one byte from here says that the run has started
+    began: float | None = None                       # when the watchdog saw that
+    free_before: Mapping[str, int] = field(default_factory=dict)  # free bytes of each file system at the launch
+    late: bool = False                               # it exceeded a time limit
     output: bytearray = field(default_factory=bytearray)
     printed_bytes: int = 0                           # bytes printed so far
-    deleted_bytes: int = 0                           # bytes of deleted files that it held at the last look
+    deleted_bytes: int = 0                           # bytes of deleted files that it held at the last check
 
     def wait(self) -> str:
-        """Wait for the end of the run, or of our patience; the sentence for the latter."""
+        """Wait until the run ends, or exceeds a limit: then return a sentence about it, else ""."""
         looks = 0
         while self.process.poll() is None:
             began = time.monotonic()
@@ -66,12 +66,12 @@ class Watchdog:
             if excess:
                 return excess
             looks += 1
-            # where there is much to look at, look less often: a quarter of a core will do
+            # checks that take long come less often: they use at most a quarter of a core
             self.read_output(min(1.0, max(POLL_SECONDS, 3 * (time.monotonic() - began))))
         return ""
 
     def read_output(self, seconds: float) -> None:
-        """Take what is printed for so long, or until the run ends."""
+        """Read output for so many seconds, or until the run ends."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and self.printed_bytes <= 20 * self.limits.output:
             if self.pipe is None:
@@ -87,7 +87,7 @@ class Watchdog:
                 self.pipe = self.pipe if piece else None
 
     def exceeded_limit(self, thorough: bool) -> str:
-        """The sentence for a limit that the run is beyond, if any; disk, open files and strays only if `thorough`."""
+        """A sentence about a limit that the run exceeds, or "". Only `thorough` checks cover disk, open files and strays."""
         limits = self.limits
         if text := self.exceeded_time():
             self.late = True
@@ -100,7 +100,7 @@ class Watchdog:
         return self.exceeded_files() or self.exceeded_output() if thorough else self.exceeded_output(disk=False)
 
     def exceeded_time(self) -> str:
-        """The sentence for too much time. What was written to a pipe nobody can take back."""
+        """A sentence about too much time. The run cannot take the start byte back out of the pipe."""
         now, limits = time.monotonic(), self.limits
         if self.began is None and (self.start_pipe is None or has_data(self.start_pipe)):
             self.began = now if self.start_pipe is not None else self.launched
@@ -110,7 +110,7 @@ class Watchdog:
         return f"it ran for more than {limits.seconds:g} seconds and was stopped" if now - self.began > limits.seconds else ""
 
     def exceeded_files(self) -> str:
-        """The sentence for too many open files, and for more on disk than may be in files that are deleted or out of sight."""
+        """A sentence about too many open files, or about lost disk space that uncounted files may explain."""
         limits = self.limits
         if sys.platform != "linux":
             return ""
@@ -122,23 +122,23 @@ class Watchdog:
             return f"it opened more than {limits.files} files at the same time and was stopped"
         now = free_space(self.free_before)
         lost = max((before - now.get(place, before) for place, before in self.free_before.items()), default=0)
-        if usage.uncounted and self.began is not None and lost > limits.disk * 1e9:     # files also travel while ranks start
+        if usage.uncounted and self.began is not None and lost > limits.disk * 1e9:     # starting ranks sends files, too
             return f"it wrote more than {limits.disk} GB to disk, to judge by the space left: it has files that cannot be counted"
         return ""
 
     def exceeded_output(self, disk: bool = True) -> str:
-        """The sentence for too much printed or written."""
+        """A sentence about too much output or disk."""
         limits = self.limits
         if self.printed_bytes > 20 * limits.output:
             return f"it printed more than {20 * limits.output / 1e6:g} MB and was stopped"
         elsewhere = files_elsewhere(self.user,
-                                    self.scratch) if disk and self.user and not self.helpers else []     # bubblewrap forbids it
+                                    self.scratch) if disk and self.user and not self.helpers else []     # bubblewrap prevents it
         if disk and self.deleted_bytes + folder_size(self.scratch, limits.disk * 1e9, elsewhere) > limits.disk * 1e9:
             return f"it wrote more than {limits.disk} GB to disk, or folders that cannot be looked through"
         return ""
 
     def update_tree(self, thorough: bool) -> None:
-        """Bring the family up to date: all descendants of those known so far; those that only the mark shows if `thorough`."""
+        """Update the run's processes: all descendants of known ones, and if `thorough` those with the run's user or mark."""
         family = {process for process in self.tree if process.is_running()}
         everyone = list(psutil.process_iter(["ppid"]))
         if thorough:
@@ -148,31 +148,31 @@ class Watchdog:
             parents = {process.pid for process in born}
             born = {process for process in everyone if process.info.get("ppid") in parents} - family
             family |= born
-        # the list took a while: count only what still runs, and thus ran at the same time
+        # listing took a while: count only what still runs, and so ran at the same time
         self.tree = {process for process in family if process.is_running()}
 
     def belongs(self, process: psutil.Process) -> bool:
-        """Whether a process belongs to the run: it is the run's user's, or has its mark among its environment variables. No,
-        of one that is gone or may not be asked."""
+        """Whether a process belongs to the run, by its user or by the mark in its environment. False if it is gone or
+        unreadable."""
         if self.user and runs_as(process, self.user):
-            return is_running(process)                 # the dead may be of this user's last run
+            return is_running(process)                 # zombies may belong to this user's previous run
         return query(lambda: bool(process.environ().get(RUN_VARIABLE) == self.mark), False)
 
     def stop(self) -> None:
-        """Kill every process of the run, again and again until none is left or `KILL_SECONDS` seconds have passed."""
+        """Kill every process of the run, repeatedly until none is left or `KILL_SECONDS` have passed."""
         until = time.monotonic() + KILL_SECONDS
         while True:
             if self.process.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.process.pid, signal.SIGKILL)
-            if self.user:                            # all at once: from a list, one that keeps forking could escape
+            if self.user:                            # all at once: a process that keeps forking escapes a list
                 subprocess.run(["/bin/sh", "-c", "kill -9 -1"], user=self.user, group=self.user, extra_groups=[], env={},
                                stderr=subprocess.DEVNULL, check=False)
             self.update_tree(thorough=True)
             left = [process for process in self.tree if is_running(process)]
             if not left or time.monotonic() > until:
-                self.deleted_bytes = 0                     # as files that were deleted are gone with who had them open
-                self.process.poll()                  # the dead, too, take a place until asked for their status
+                self.deleted_bytes = 0                     # deleted files vanish with the processes that held them
+                self.process.poll()                  # reap the zombie
                 return
             for process in left:
                 with suppress(psutil.Error):
@@ -181,7 +181,7 @@ class Watchdog:
 
 
 def query(question: Callable[[], T], otherwise: T) -> T:
-    """What a process answers, or `otherwise` if it is gone or not ours to ask."""
+    """The result of a psutil query, or `otherwise` if the process is gone or access is denied."""
     with suppress(psutil.Error, OSError):
         return question()
     return otherwise
@@ -193,12 +193,12 @@ def runs_as(process: psutil.Process, user: int) -> bool:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process is there and has not ended. One whose first thread has ended looks dead, and its others go on."""
+    """Whether a process still runs. It looks like a zombie if only its first thread has ended, so threads count, too."""
     return query(lambda: bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1), False)
 
 
 def has_data(pipe: int) -> bool:
-    """Whether there is something to read; not if it is only that nobody can write any more."""
+    """Whether a pipe has data to read; a closed writing end alone does not count."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(event & select.POLLIN for _, event in poll.poll(0))

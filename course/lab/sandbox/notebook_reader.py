@@ -1,11 +1,11 @@
-"""What runs in a process of its own to read what learners handed in: load each file, slice its exercises' code, write that down.
+"""The process inside the sandbox that reads submissions: load each file, slice out its exercises' code, write the result.
 
     python -m course.lab.sandbox.notebook_reader FOLDER
 
 `job.json` in the folder: {"files": [[number, suffix, lesson], ...], "lessons": {lesson: {exercise: [names, objects]}},
-"wanted": {exercise: [names, objects]}, "seconds"}. The files are `NUMBER.ipynb` or `NUMBER.py`; `lesson` is what the file's own
-name says. When it has begun there is `began`. Of each file in turn, `NUMBER.json` has what `read_file` returns, and the seconds
-of computing so far. A file that takes too long ends the process: whoever started it goes on with the next one.
+"wanted": {exercise: [names, objects]}, "seconds"}. The files are `NUMBER.ipynb` or `NUMBER.py`; `lesson` is the one in the file's
+original name. It creates `began` when it starts. For each file in turn it writes `NUMBER.json`: the result of `read_file` and
+the CPU seconds so far. A file that takes too long ends the process; the caller then starts it again with the next file.
 """
 
 import gc
@@ -24,16 +24,16 @@ from typing import Any
 from course.lab.checks import notebook_cells
 from course.utils.errors import CourseError
 
-MAX_SECONDS = 10.0                                   # of computing, that one file may take
-MAX_MEMORY = 1_000_000_000                           # bytes, for all that it makes of one
+MAX_SECONDS = 10.0                                   # CPU seconds for one file
+MAX_MEMORY = 1_000_000_000                           # bytes of memory for one file
 TOO_LARGE = f"takes more than {MAX_MEMORY // 10**9} GB of memory to read: clear its outputs and save it again"
-Exercises = Mapping[str, Sequence[Sequence[str]]]    # the names that each defines, and the library's objects that they replace
+Exercises = Mapping[str, Sequence[Sequence[str]]]    # exercise -> [names that it defines, library objects that they replace]
 
 
 def read_file(path: Path, named: str, lessons: Mapping[str, Exercises], wanted: Exercises) -> dict[str, Any]:
-    """The lesson of a notebook or script and, for its exercises or those wanted, their answers; `problem`: why it has none.
+    """Read a notebook or script: its `lesson` and the `answers` to its or the wanted exercises; or the `problem` with it.
 
-    named: the lesson that the file's name says.
+    named: the lesson in the file's name.
     """
     try:
         contents = notebook_cells.read_contents(path)
@@ -51,16 +51,16 @@ def read_file(path: Path, named: str, lessons: Mapping[str, Exercises], wanted: 
 
 def extract_answers(contents: notebook_cells.Contents, lesson: str, lessons: Mapping[str, Exercises],
                     wanted: Exercises) -> dict[str, Any]:
-    """The answers to a lesson's exercises, or to those wanted, in what counts of a notebook."""
+    """Extract the answers to the wanted exercises, or else to all of the lesson, from a notebook's contents."""
     program = notebook_cells.Program(contents.code, notebook_cells.MAX_STATEMENTS)
     exercises = wanted or lessons.get(lesson, {})
     return {"lesson": lesson, "answers": {name: notebook_cells.find_answer(program, *about) for name, about in exercises.items()}}
 
 
 def choose_lesson(named: str, contents: notebook_cells.Contents, lessons: Mapping[str, Exercises]) -> str:
-    """The lesson of a notebook: of its file's name, or of its metadata where the name says none or somebody misnamed the file.
+    """The lesson of a notebook: from the file's name, or from the metadata if the name has none or is wrong.
 
-    It is misnamed if nothing in it is of the lesson that its name says, and its metadata say another.
+    The name is wrong if the notebook has no definition of that lesson's exercises, and the metadata name a known lesson.
     """
     def there(lesson: str) -> bool:
         return any(notebook_cells.first_definition(cell, names) for names,
@@ -71,13 +71,13 @@ def choose_lesson(named: str, contents: notebook_cells.Contents, lessons: Mappin
 
 def main(folder: Path) -> None:
     """Read every file of the job."""
-    warnings.simplefilter("ignore")                  # of the learner's code, about which it says nothing here
+    warnings.simplefilter("ignore")                  # warnings about the learner's code
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     (folder / "began").touch()
     limit_resources(job["seconds"])
-    gc.disable()                                     # it would look through millions of lists again and again
+    gc.disable()                                     # it would scan millions of lists repeatedly
     for number, suffix, named in job["files"]:
-        if hasattr(signal, "setitimer"):             # of computing, not of waiting; its signal ends the process
+        if hasattr(signal, "setitimer"):             # CPU time; its signal ends the process
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         result = read_file(folder / f"{number}{suffix}", named, job["lessons"], job["wanted"])
         result |= {"answers": {name: asdict(answer) for name, answer in result.get("answers", {}).items()},
@@ -88,14 +88,14 @@ def main(folder: Path) -> None:
 
 
 def limit_resources(seconds: float) -> None:
-    """Limit what this process may compute and allocate: what goes beyond ends one file's reading, not the class's."""
+    """Limit this process's CPU time and memory. Exceeding them ends the reading of one file, not of the class."""
     try:
         import resource
-    except ImportError:                              # Windows has none; the watchdog's limits stay
+    except ImportError:                              # Windows has none; the watchdog's limits remain
         return
     for resource_type, limit in ((resource.RLIMIT_AS, MAX_MEMORY + 300_000_000), (resource.RLIMIT_CPU, int(seconds) + 1)):
         hard = resource.getrlimit(resource_type)[1]
-        with suppress(ValueError, OSError):          # macOS takes no limit on addresses
+        with suppress(ValueError, OSError):          # macOS refuses a limit on address space
             resource.setrlimit(resource_type, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 

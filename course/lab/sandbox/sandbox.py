@@ -1,8 +1,8 @@
-"""Other people's code in a process of its own: cut off as far as this machine allows, watchdog, and gone afterwards.
+"""Run untrusted code in a separate process, isolated as far as this machine allows, and clean up afterwards.
 
-Layers, each used where the machine has it: bubblewrap (own files, processes and network), an unprivileged user (where one is
-root), a filter of system calls, and a watchdog (time, memory, processes, output, disk). The last two alone keep mistakes in
-bounds, not malice. Some memory of the kernel's escapes the count: of sockets, at most 4096 of them, and of pipes.
+It uses each layer that the machine has: bubblewrap (own files, processes and network), an unprivileged user (when started as
+root), a system call filter, and a watchdog (time, memory, processes, output, disk). The last two alone contain mistakes, not
+attacks. Some kernel memory escapes the count: that of pipes and of sockets (at most 4096).
 """
 
 import fcntl
@@ -34,14 +34,14 @@ from course.lab.sandbox.scratch_folder import SHARED_FOLDERS, files_elsewhere, r
 from course.utils.errors import CourseError
 
 LINUX = sys.platform == "linux"
-SANDBOX_USERS = range(60800, 60864)                  # systemd's list of user numbers has these down as unused
-STALE_SECONDS = 86400                                # seconds after which nobody uses what a run left
-LOCK_PLACES = (Path("/run"), Path("/var/lib"))       # where a folder for locks can be, out of other users' reach
+SANDBOX_USERS = range(60800, 60864)                  # unused according to systemd's list of user IDs
+STALE_SECONDS = 86400                                # seconds after which leftovers of a run are stale
+LOCK_PLACES = (Path("/run"), Path("/var/lib"))       # possible parents of the lock folder, writable by root alone
 
-# The first thing that runs inside: it limits itself, becomes the unprivileged user, and turns into the command.
-# A program of its own, because a function between fork and exec (preexec_fn) can hang where there are threads.
-# The order matters: a process that has changed its user may no longer write to its /proc, and no longer dies
-# with its parent until it asks for that again; and the filter refuses some of what comes before it.
+# The first program inside: it limits itself, becomes the unprivileged user, and execs the command. It is a separate
+# program because a function between fork and exec (preexec_fn) can hang if there are threads.
+# The order matters. A process that has changed its user may not write to its /proc any more, and no longer dies with
+# its parent until it asks for that again. The filter would refuse some of the calls before it.
 SHIM = r"""
 import ctypes, os, resource, sys
 user, processes, size, keyctl = map(int, sys.argv[1:5])
@@ -90,30 +90,30 @@ os.execvp(command[0], command)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run went."""
+    """The outcome of a run."""
 
-    ok: bool                                         # it ended by itself, with status 0
-    ended: str                                       # a sentence why not
-    output: str                                      # what it printed, cut to the limit
+    ok: bool                                         # it exited with status 0
+    ended: str                                       # a sentence why not; "" if ok
+    output: str                                      # its output, cut to the limit
     seconds: float
-    late: bool = False                               # it was stopped because it took too long
+    late: bool = False                               # it exceeded a time limit
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers of isolation work on this machine, and why the others do not."""
+    """The layers of isolation that work on this machine, and why the others do not."""
 
     namespaces: bool                                 # bubblewrap: own files, processes, network
     user: bool                                       # started as root, and another user can run Python and PyTorch
-    why: Mapping[str, str] = field(default_factory=dict)        # a clause for each absent layer, by its name
+    why: Mapping[str, str] = field(default_factory=dict)        # absent layer -> why, as a clause
 
     @property
     def isolates(self) -> bool:
-        """Whether code in a run can neither alter this user's files nor read its private ones."""
+        """Whether code in a run can neither change this user's files nor read the private ones."""
         return self.namespaces or self.user
 
     def report(self) -> list[str]:
-        """A line a layer, for people."""
+        """A line for each layer."""
         rows = [("namespaces", self.namespaces, "own files, processes and network (bubblewrap)"),
                 ("user", self.user, "an unprivileged user, where there is no bubblewrap")]
         lines = [f"{text}: " + ("yes" if has else f"no, {self.why.get(name, 'switched off')}") for name, has, text in rows]
@@ -124,7 +124,7 @@ class Layers:
 
 @functools.cache
 def layers() -> Layers:
-    """What works here, found once a process by running Python and PyTorch in each layer (seconds)."""
+    """The layers that work here, found once per process by running Python and PyTorch in each (takes seconds)."""
     why = {"namespaces": "bubblewrap is for Linux", "user": "this is for Linux"}
     if LINUX:
         why["namespaces"] = "bubblewrap is not installed: apt-get install bubblewrap"
@@ -138,7 +138,7 @@ _layers = layers                                     # `run` has a parameter of 
 
 
 def _probe(chosen: Layers) -> str:
-    """Why nothing runs in these layers; empty if it does."""
+    """Why nothing runs in these layers; "" if it does."""
     with tempfile.TemporaryDirectory(prefix="course-probe-") as folder:
         try:
             outcome = run([sys.executable, "-c", "import os, torch; assert os.getuid()"], Path(folder), layers=chosen)
@@ -149,15 +149,15 @@ def _probe(chosen: Layers) -> str:
 
 def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), environment: Mapping[str, str] | None = None,
         limits: Limits = Limits(), layers: Layers | None = None, begins: str = "") -> Outcome:
-    """Run a command in the scratch folder, the only one that it may write to, until it ends or is beyond a limit.
+    """Run a command in the scratch folder, the only folder that it may write to, until it ends or exceeds a limit.
 
-    begins: an environment variable from which the command takes the number of a file; when it has begun, it writes a byte there.
-    Its time counts from then on, and starting has a limit of its own.
+    begins: an environment variable that gives the command a file descriptor. The command writes a byte there when it has
+    started. Its time counts from then on; starting has a separate limit.
 
-    `readable` are further folders that it may read. Of the environment it gets `environment` and a few variables
-    such as HOME, nothing of this process's own. Where one is root it runs as another user, to whom the scratch
-    folder belongs meanwhile, and `readable` must be readable to all. A Ctrl-C kills the run. With bubblewrap a
-    status of 129 or more counts as a signal. `CourseError`: a folder is not there, or not within that user's reach.
+    `readable` are further folders that it may read. Its environment is `environment` and a few variables such as HOME, but
+    nothing from this process. Started as root, it runs as an unprivileged user, who owns the scratch folder meanwhile; then
+    `readable` must be readable by all. Ctrl-C kills the run. With bubblewrap an exit status of 129 or more counts as a signal.
+    Raises `CourseError` if a folder is missing or out of that user's reach.
     """
     active_layers = layers or _layers()
     scratch = Path(os.path.abspath(scratch))
@@ -165,7 +165,7 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
         if not folder.is_dir():
             raise CourseError(f"{folder}: there is no such folder to run other people's code with")
     with ExitStack() as stack:
-        inner = Path(tempfile.mkdtemp(prefix=".run-", dir=scratch))     # new: an earlier run may have left symlinks
+        inner = Path(tempfile.mkdtemp(prefix=".run-", dir=scratch))     # a new one: an earlier run may have left symlinks
         stack.callback(remove, inner)
         for name in ("home", "tmp", "shm"):
             (inner / name).mkdir()
@@ -175,7 +175,7 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
             if not active_layers.namespaces:
                 stack.callback(_remove_shared_files, user, scratch)
             _chown_scratch(scratch, user, hidden=active_layers.namespaces)
-            stack.callback(os.chown, scratch, 0, 0)  # so that a later run of the same user has no way in
+            stack.callback(os.chown, scratch, 0, 0)  # lock out later runs of the same user
         full_command = [sys.executable, "-I", "-S", "-c", SHIM, str(user), str(_thread_limit(user, limits)),
                  str(round(limits.disk * 1e9)), str(system_call_filter.keyctl_number()), str(scratch),
                  system_call_filter.filter_program().hex(), *command]
@@ -207,24 +207,24 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
 
 
 def _variables(inner: Path, has: Layers) -> dict[str, str]:
-    """The environment of a run, with nothing of this process's own: that may hold passwords."""
+    """The environment of a run. It takes nothing from this process's environment, which may hold passwords."""
     home, temporary = str(inner / "home"), "/tmp" if has.namespaces else str(inner / "tmp")
     found = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8",
              "HOME": home, "TMPDIR": temporary, "MPLCONFIGDIR": home,
              "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    if site.ENABLE_USER_SITE:                        # found through HOME otherwise
+    if site.ENABLE_USER_SITE:                        # otherwise derived from HOME
         found["PYTHONUSERBASE"] = site.getuserbase()
     return found
 
 
 @contextmanager
 def _unprivileged() -> Iterator[int]:
-    """The number of a user and group that have no account and no process, and that no other run on this machine has."""
+    """Reserve a user and group ID without an account or process, that no other run on this machine uses."""
     folder = _lock_folder()
     for number in SANDBOX_USERS:
         with open(folder / str(number), "w") as claim:
             try:
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)        # which ends with this process
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)        # released when this process ends
             except OSError:
                 continue
             if _is_unused(number) and _remove_stale_files(number):
@@ -235,7 +235,7 @@ def _unprivileged() -> Iterator[int]:
 
 
 def _lock_folder() -> Path:
-    """The folder of the files that stand for users: only root can get there, or others could lock them all."""
+    """The folder with a lock file per user ID. Only root has access: others could lock them all."""
     for parent in LOCK_PLACES:
         folder = parent / "course-sandbox"
         with suppress(OSError):
@@ -249,13 +249,13 @@ def _lock_folder() -> Path:
 
 
 def _remove_shared_files(user: int, scratch: Path) -> None:
-    """Remove what the user has in folders of all users."""
+    """Remove the user's files from shared folders such as /tmp."""
     remove(*files_elsewhere(user, scratch))
 
 
 def _remove_stale_files(user: int) -> bool:
-    """Whether a user has nothing in folders of all users. Files of today are perhaps those of a run in another container; older
-    ones were left by a run whose watchdog was killed, and go."""
+    """Remove a user's stale files from shared folders; returns False if newer files remain. Those may belong to a run in
+    another container; a run whose watchdog was killed left the stale ones."""
     for path in files_elsewhere(user):
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_ctime < STALE_SECONDS:
@@ -265,7 +265,7 @@ def _remove_stale_files(user: int) -> bool:
 
 
 def _pipe(stack: ExitStack) -> tuple[int, int]:
-    """Both ends of a pipe, closed in the end."""
+    """Open a pipe (reading end, writing end) that the stack closes."""
     ends = os.pipe()
     for end in ends:
         stack.callback(os.close, end)
@@ -281,7 +281,7 @@ def _is_unused(number: int) -> bool:
 
 
 def _chown_scratch(scratch: Path, user: int, hidden: bool) -> None:
-    """Give everything in the scratch folder to the user; files with a second name elsewhere stay whose they are."""
+    """Give everything in the scratch folder to the user, except files with hard links elsewhere."""
     closed = [folder for folder in scratch.parents if not folder.stat().st_mode & stat.S_IXOTH]
     if closed and not hidden:
         raise CourseError(f"{scratch}: user {user} cannot get there, {closed[-1]} is closed to others; set TMPDIR elsewhere")
@@ -293,7 +293,7 @@ def _chown_scratch(scratch: Path, user: int, hidden: bool) -> None:
 
 
 def _thread_limit(user: int, limits: Limits) -> int:
-    """The kernel's limit on the user's threads, a backstop to the watchdog; 0 for root, to whom it does not apply."""
+    """The kernel's limit on the user's threads, a backstop to the watchdog; 0 for root, who has no such limit."""
     if user:
         return 256 + 8 * limits.processes
     if os.geteuid() == 0:
@@ -303,7 +303,7 @@ def _thread_limit(user: int, limits: Limits) -> int:
 
 
 def _describe_exit(status: int | None, namespaces: bool) -> str:
-    """The sentence for an exit status; empty if it is 0."""
+    """A sentence about an exit status; "" if it is 0."""
     if namespaces and status is not None and 128 < status < 128 + signal.NSIG:
         status = 128 - status                        # bubblewrap reports signals as shells do
     if status is None:

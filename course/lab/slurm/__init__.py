@@ -1,1 +1,1 @@
-"""Slurm for lesson 18: a cluster on one machine, a stand-in, and the lint of batch scripts."""
+"""Slurm for lesson 18: a cluster on one machine, stand-ins for Slurm's programs, and a linter for batch scripts."""

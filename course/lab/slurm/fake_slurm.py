@@ -1,11 +1,11 @@
-"""srun, scontrol and others where there is no Slurm: a batch script runs as it is, and its ranks are processes of this machine.
+"""Stand-ins for srun, scontrol and others without Slurm: batch scripts run unchanged, with ranks as local processes.
 
-    python -m course.lab.slurm.fake_slurm srun OPTION... COMMAND...       as `write_programs` puts it into a folder for the PATH
+    python -m course.lab.slurm.fake_slurm srun OPTION... COMMAND...       `write_programs` wraps this in scripts for the PATH
 
-Everything is in the folder STANDIN: `step.json`, what srun was asked for and what each rank would be told; `ranks.json`, the
-processes that it has started; `requeued`, what scontrol was asked to put back; `calls`, other programs that were called. With
-STANDIN_ACT srun starts nothing and plays a part: "end 1" ends with that status at once; "warned 75" waits for USR1, which has to
-arrive soon after a file `given` appears, then for as long as saving may take, and ends with that status.
+They write to the folder $STANDIN: `step.json`, srun's options and each rank's variables; `ranks.json`, the processes it started;
+`requeued`, the jobs that scontrol requeued; `calls`, calls of other programs. With $STANDIN_ACT srun starts nothing and plays a
+part. "end 1" exits with that status at once. "warned 75" waits for USR1, which has to arrive soon after a file `given` appears,
+then for as long as a save takes, and exits with that status.
 """
 
 import json
@@ -25,18 +25,18 @@ from course.utils.machine import end_with_parent
 
 STAND_IN_LINE = 'exec {python} -S -m course.lab.slurm.fake_slurm {name} "$@"'
 LOGGING_LINE = """case " $* " in *" course.cli.main "*) echo "{name} $*" >> "$STANDIN/calls" ;; *) exec {python} "$@" ;; esac"""
-SLEEP_LINE = '[ ! -e "$STANDIN/requeued" ] || echo "$1" >> "$STANDIN/slept"'  # nobody waits here, but what for is noted
+SLEEP_LINE = '[ ! -e "$STANDIN/requeued" ] || echo "$1" >> "$STANDIN/slept"'  # does not wait, but records the time
 REAL_RANKS = {"srun": STAND_IN_LINE, "scontrol": STAND_IN_LINE,
-              "hostname": 'echo "$SLURMD_NODENAME"'}       # where ranks are to start
+              "hostname": 'echo "$SLURMD_NODENAME"'}       # where ranks really start
 NO_RANKS = REAL_RANKS | {"getent": 'shift; echo 10.0.0.1 "$1"', "sleep": SLEEP_LINE, "python": LOGGING_LINE,
-                         "python3": LOGGING_LINE}   # and where not
-# seconds until a warning is given, until it arrives, that saving takes
+                         "python3": LOGGING_LINE}   # where no ranks start
+# seconds to wait for a warning to be sent, for it to arrive, and for a save
 WARNING_TIMEOUT, DELIVERY_TIMEOUT, SAVING_SECONDS = 30.0, 2.5, 0.1
 KILL_WAIT = 15.0                                     # seconds between TERM and KILL, Slurm's KillWait
 
 
 def write_programs(folder: Path, lines: Mapping[str, str]) -> None:
-    """Write stand-ins to a folder, name -> what the shell does."""
+    """Write stand-ins to a folder; lines: program name -> shell command."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line.format(name=name, python=shlex.quote(sys.executable))}\n", encoding="utf-8")
@@ -44,7 +44,7 @@ def write_programs(folder: Path, lines: Mapping[str, str]) -> None:
 
 
 def job_environment(script: Script, job: int, names: Sequence[str]) -> dict[str, str]:
-    """The variables that Slurm sets for a batch script, of what its directives ask for, on nodes of these names."""
+    """The variables that Slurm would set for a batch script with these directives, on nodes with these names."""
     tasks, cpus = script.number("ntasks-per-node"), script.number("cpus-per-task")
     total = script.number("ntasks") or (tasks and tasks * len(names))
     tasks_of_nodes = tasks_per_node(total or len(names), len(names))
@@ -61,12 +61,12 @@ def job_environment(script: Script, job: int, names: Sequence[str]) -> dict[str,
 
 
 def tasks_per_node(tasks: int, nodes: int) -> list[int]:
-    """How many tasks each node has: as evenly as can be, the first have more."""
+    """Tasks per node: spread evenly, with the remainder on the first nodes."""
     return [(tasks + nodes - 1 - node) // nodes for node in range(nodes)]
 
 
 def compress_names(names: Sequence[str]) -> str:
-    """gpu003, gpu004 -> gpu[003-004], if they are so many in a row."""
+    """gpu003, gpu004 -> gpu[003-004], for consecutive numbers."""
     head, digits = names[0].rstrip("0123456789"), names[0][len(names[0].rstrip("0123456789")):]
     if len(names) == 1 or not digits:
         return ",".join(names)
@@ -74,7 +74,7 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def expand_names(nodes: str) -> list[str]:
-    """gpu[003-004] -> gpu003, gpu004: what `compress_names` makes."""
+    """gpu[003-004] -> gpu003, gpu004: the inverse of `compress_names`."""
     head, _, rest = nodes.partition("[")
     if not rest:
         return nodes.split(",")
@@ -83,7 +83,7 @@ def expand_names(nodes: str) -> list[str]:
 
 
 def rank_environments(options: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """What srun adds to the environment of each task, in the order of their numbers: its options, else the batch script's."""
+    """The variables that srun adds for each task, by rank. srun's options take precedence over the batch script's."""
     names = expand_names(environ["SLURM_JOB_NODELIST"])
     names = names[:int(options.get("nodes", len(names)))]
     per_node = options.get("ntasks-per-node", environ.get("SLURM_NTASKS_PER_NODE", ""))
@@ -95,20 +95,20 @@ def rank_environments(options: Mapping[str, str], environ: Mapping[str, str]) ->
 
 
 def srun(folder: Path, arguments: Sequence[str]) -> int:
-    """Start the ranks, pass USR1 and TERM on to them, wait; the highest of their statuses."""
+    """Start the ranks, forward USR1 and TERM to them, and wait; returns the highest exit status."""
     option_pairs, words = parse_options(arguments)
     options, signals = dict(option_pairs), Signals()
     environment = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SRUN_", "MASTER_", "OMP_"))}
     rank_variables = list(rank_environments(options, os.environ))
     step = {"options": options, "words": words, "environ": environment, "ranks": rank_variables}
-    write_json(folder / "step.json", step)                # only now: signals are heard
+    write_json(folder / "step.json", step)                # only after `Signals` has installed its handlers
     if act := os.environ.get("STANDIN_ACT"):
         return play_part(folder, act, signals)
     kills = options.get("kill-on-bad-exit", os.environ.get("SLURM_KILL_BAD_EXIT", "0")) in ("", "1")
     processes = [subprocess.Popen(words, env=os.environ | own, preexec_fn=end_with_parent) for own in rank_variables]
     write_json(folder / "ranks.json", [[process.pid, own["SLURMD_NODENAME"]] for process, own in
                                   zip(processes, rank_variables, strict=True)])
-    ends = 0.0                                       # when those that are left are killed
+    ends = 0.0                                       # when to kill the remaining ranks; 0: never
     while None in (codes := [process.poll() for process in processes]):
         failed = any(codes)
         if signals.last or (failed and kills and not ends):
@@ -122,7 +122,7 @@ def srun(folder: Path, arguments: Sequence[str]) -> int:
 
 
 class Signals:
-    """Hears USR1 and TERM; `last` is the last one that nobody has looked at, or 0."""
+    """Handlers for USR1 and TERM; `last` is the latest signal not yet forwarded, or 0."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -130,19 +130,19 @@ class Signals:
             signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """What Python calls for a signal. It only notes which: whoever waits for the ranks passes it on."""
+        """Record the signal; the loop that waits for the ranks forwards it."""
         self.last = number
 
 
 def send_signal(processes: Sequence["subprocess.Popen[bytes]"], number: int) -> None:
-    """Send a signal to those that are left."""
+    """Send a signal to the processes that still run."""
     for process in processes:
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
 
 def play_part(folder: Path, act: str, signals: Signals) -> int:
-    """A part instead of ranks."""
+    """Play the part $STANDIN_ACT instead of starting ranks; returns the exit status."""
     part, status = act.split()
     if part == "warned":
         end, warned = time.monotonic() + WARNING_TIMEOUT, False
@@ -158,7 +158,7 @@ def play_part(folder: Path, act: str, signals: Signals) -> int:
 
 
 def scontrol(folder: Path, arguments: Sequence[str]) -> int:
-    """`show hostnames`, `show node` and `requeue`; of the last is noted whether the ranks had ended by then."""
+    """Handle `show hostnames`, `show node` and `requeue`; for a requeue, record whether the ranks had ended."""
     words = [word for word in arguments if not word.startswith("-")]
     match words:
         case ["show", ("hostnames" | "hostname"), *rest]:
@@ -173,20 +173,20 @@ def scontrol(folder: Path, arguments: Sequence[str]) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file."""
+    """Append a line to a file."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON under this name, whole or not at all."""
+    """Write JSON to a file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.rename(path)
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """The program of this name."""
+    """Run the program of this name; returns its exit status."""
     folder = Path(os.environ["STANDIN"])
     return (srun if name == "srun" else scontrol)(folder, arguments)
 

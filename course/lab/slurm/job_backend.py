@@ -1,12 +1,12 @@
-"""Two nodes for lesson 18: those of your cluster, of the Slurm that the course starts on this machine, or pretended ones.
+"""Two nodes for lesson 18: of your cluster, of a Slurm that the course starts on this machine, or emulated.
 
     nodes = find(mine=False)
     job = nodes.submit(Path("mine.sh"), ["gpt-demo", "log.name=whole"])
     nodes.send_warning(job)                                  # as Slurm does before the time limit
     print(nodes.wait(job))
 
-Where Slurm is not installed a batch script runs all the same, with stand-ins for srun and scontrol
-(`course.lab.slurm.fake_slurm`): its ranks are real processes on two addresses of this machine, and who requeues is this file.
+Without Slurm a batch script still runs, with stand-ins for srun and scontrol (`course.lab.slurm.fake_slurm`). Its ranks are real
+processes on two addresses of this machine, and `EmulatedSlurm` requeues its jobs.
 """
 
 import getpass
@@ -33,21 +33,21 @@ from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
 ROOT = stubs.PACKAGE.parent
-JOB_SECONDS = 600.0                                  # seconds that a job may take here
-JOB_FILE = "job.json"                                # beside a run's metrics: which job wrote it
+JOB_SECONDS = 600.0                                  # time limit for waiting on a job
+JOB_FILE = "job.json"                                # next to a run's metrics: the job that wrote it
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job at one moment."""
+    """A job's state at one moment."""
 
     id: int
     state: str                                       # Slurm's word: PENDING, RUNNING, COMPLETED, FAILED ...
     restarts: int
     nodes: str                                       # "n[1-2]"
     user: str
-    by: str                                          # "Slurm", or "" where the nodes are pretended
-    log: str = ""                                    # what it has printed
+    by: str                                          # "Slurm", or "" for emulated nodes
+    log: str = ""                                    # its output so far
 
     def __str__(self) -> str:
         again = f", requeued {self.restarts} times" if self.restarts > 1 else ", requeued once" if self.restarts else ""
@@ -55,44 +55,44 @@ class Job:
 
 
 class SiteCluster(Cluster):
-    """The Slurm whose programs this shell finds."""
+    """The Slurm whose programs are on the PATH."""
 
     def environment(self, **more: str) -> dict[str, str]:
-        """That of this shell, job variables and all: its programs know their Slurm. What `more` names comes before."""
+        """This shell's environment, including job variables, because its programs know their Slurm. `more` takes precedence."""
         return {**os.environ, **more}
 
 
 class Slurm:
-    """A Slurm, the machine's own or one that was started here."""
+    """Jobs on a real Slurm: the site's own or one started on this machine."""
 
     def __init__(self, slurm: Cluster, guard: "subprocess.Popen[bytes] | None" = None):
-        self.slurm, self.guard = slurm, guard        # who ends it; None: it was there before
+        self.slurm, self.guard = slurm, guard        # stops it at the end; None: the site's own
         self.description = ("a real Slurm, started for this notebook, with two nodes n1 and n2; both are this "
                             "machine" if guard else
                      "jobs go into the queue of the Slurm that this machine belongs to")
 
     def submit(self, script: Path, words: Sequence[str]) -> int:
-        """`sbatch SCRIPT WORDS...` in the script's folder, with this Python first on the path; the job's number."""
+        """Run `sbatch SCRIPT WORDS...` in the script's folder, with this Python first on the PATH; returns the job's number."""
         return self.slurm.submit([script, *words], cwd=script.parent, **python_variables(self.slurm.environment()))
 
     def status(self, job: int) -> Job:
-        """What Slurm says of a job now."""
+        """The job's current state from Slurm."""
         fields = self.slurm.describe(job)
         return Job(job, fields["JobState"], int(fields.get("Restarts", 0)), fields.get("NodeList", ""),
                    fields["UserId"].split("(")[0],
                    "Slurm", self.slurm.log(job))
 
     def wait(self, job: int) -> Job:
-        """The job when it is over."""
+        """Wait until the job is over. Raises `CourseError` after `JOB_SECONDS`."""
         self.slurm.wait(job, seconds=JOB_SECONDS)
         return self.status(job)
 
     def send_warning(self, job: int) -> None:
-        """Send the batch script USR1, as --signal=B:USR1@60 does before the limit."""
+        """Send USR1 to the batch script, as --signal=B:USR1@60 does before the time limit."""
         self.slurm.run("scancel", "--batch", "--signal=USR1", str(job))
 
     def kill_second_node(self, job: int) -> None:
-        """Kill the ranks of the job's second node; on a cluster of yours all of them, since none of them is here."""
+        """Kill the ranks on the job's second node. On the site's Slurm it kills all ranks, since none runs on this machine."""
         if not self.guard:
             self.slurm.run("scancel", "--signal=KILL", f"{job}.0")
             return
@@ -104,9 +104,9 @@ class Slurm:
                     process.kill()
 
     def close(self) -> None:
-        """End what was started for this notebook."""
+        """Stop the Slurm that was started for this notebook, if any."""
         if self.guard:
-            self.guard.communicate()                 # at the end of its input it does so
+            self.guard.communicate()                 # closes its input, at which it stops that Slurm
 
 
 class EmulatedSlurm:
@@ -120,10 +120,10 @@ class EmulatedSlurm:
         self.folder = Path(tempfile.mkdtemp(prefix="course-nodes-"))
         fake_slurm.write_programs(self.folder / "bin", fake_slurm.REAL_RANKS)
         self.last = os.getpid() % 10_000 * 10
-        self.jobs: dict[int, Any] = {}               # number -> [process, what starts it, restarts]
+        self.jobs: dict[int, Any] = {}               # job number -> [process, function that starts it, restarts]
 
     def submit(self, script: Path, words: Sequence[str]) -> int:
-        """Start the script as sbatch would; the job's number."""
+        """Start the script as sbatch would; returns the job's number."""
         self.last += 1
         place = self.folder / str(self.last)
         place.mkdir()
@@ -143,7 +143,7 @@ class EmulatedSlurm:
         return self.last
 
     def status(self, job: int) -> Job:
-        """How a job stands; one that was put back into the queue starts again."""
+        """The job's current state. This call also restarts a job that was requeued."""
         process, start, restarts = self.jobs[job]
         place = self.folder / str(job)
         if (place / "requeued").exists():
@@ -158,45 +158,45 @@ class EmulatedSlurm:
         return Job(job, state, restarts, "two pretended nodes", getpass.getuser(), "", log)
 
     def wait(self, job: int) -> Job:
-        """The job when it is over."""
+        """Wait until the job is over. Raises `CourseError` after `JOB_SECONDS`."""
         if not wait_until(lambda: self.status(job).state in FINISHED_STATES, JOB_SECONDS):
             raise CourseError(f"job {job} is not over after {JOB_SECONDS:g} s; the end of its "
                               f"log:\n{self.status(job).log[-3000:]}")
         return self.status(job)
 
     def send_warning(self, job: int) -> None:
-        """Send the batch script USR1."""
+        """Send USR1 to the batch script."""
         self.jobs[job][0].send_signal(signal.SIGUSR1)
 
     def kill_second_node(self, job: int) -> None:
-        """Kill the ranks of the second node."""
+        """Kill the ranks on the second node."""
         for pid, node in json.loads((self.folder / str(job) / "ranks.json").read_text(encoding="utf-8")):
             if node == self.NAMES[1]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all jobs."""
+        """Kill all jobs and remove their files."""
         for process, *_ in self.jobs.values():
             kill_script(process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def kill_script(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a script with all that it has started."""
+    """Kill a script and everything in its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def python_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which `python` in a job is this Python, and finds this course."""
+    """PATH and PYTHONPATH with which `python` in a job is this Python and finds this course."""
     path = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     return {"PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))}
 
 
 def find(mine: bool = False) -> Slurm | EmulatedSlurm:
-    """Two nodes: `mine`, those of the Slurm that this machine belongs to; else of one that is started here; else pretended."""
+    """Two nodes: with `mine` of the site's Slurm; else of a Slurm started on this machine; else emulated."""
     if mine:
         if not shutil.which("sbatch"):
             raise CourseError("there is no sbatch here: open the notebook where you submit jobs, or say mine=False")
@@ -204,7 +204,7 @@ def find(mine: bool = False) -> Slurm | EmulatedSlurm:
     if why := local_cluster.why_unavailable():
         return EmulatedSlurm(why)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    guard = local_cluster.start_guard(folder)                    # it stops that Slurm when this process ends
+    guard = local_cluster.start_guard(folder)                    # stops the new Slurm when this process ends
     try:
         return Slurm(local_cluster.start(folder), guard)
     except CourseError as error:
@@ -213,12 +213,12 @@ def find(mine: bool = False) -> Slurm | EmulatedSlurm:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of each step that a run has logged so far."""
+    """Step -> loss, as far as the run has logged them."""
     return {record["step"]: record["loss"] for record in read_metrics(run / "metrics.jsonl")}
 
 
 def wait_for_step(run: Path, step: int, nodes: Slurm | EmulatedSlurm, job: int) -> int:
-    """Wait until a run has logged so many steps; the newest one. Raises `CourseError` with the log if its job ends before."""
+    """Wait until a run has logged `step`; returns its latest step. Raises `CourseError` with the log if the job ends before."""
     latest: list[Job] = []
 
     def there() -> bool:
@@ -231,7 +231,7 @@ def wait_for_step(run: Path, step: int, nodes: Slurm | EmulatedSlurm, job: int) 
 
 
 def record_job(run: Path, job: Job) -> None:
-    """Note beside a run which job wrote it: for the report."""
+    """Save the job that wrote a run in the run's folder, for the report."""
     with atomic(run / JOB_FILE) as temporary:
         fields = {name: value for name, value in asdict(job).items() if name != "log"}
         temporary.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")

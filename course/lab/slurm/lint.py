@@ -1,7 +1,7 @@
-"""`course lint-sbatch`: what is wrong with a batch script, before it waits in a queue for hours to fail in seconds.
+"""`course lint-sbatch`: find faults in a batch script before it waits in a queue for hours and fails in seconds.
 
-script_parser.py reads it; here are the rules, each with its reason. What sbatch itself refuses when the script is submitted (an
-option or value that it does not know, the line ends of DOS, no shell in the first line) needs no rule.
+script_parser.py parses the script; here are the rules, each with its reason. Faults that sbatch itself refuses at submission (an
+unknown option or value, DOS line endings, no shell in the first line) need no rule.
 """
 
 import os
@@ -13,16 +13,16 @@ from typing import NamedTuple
 from course.lab.slurm.script_parser import Script, launched_program, read_script
 
 NAMES_A_PROGRAM = {"echo", "printf", "source", ".", "trap", "command", "which", "type", "[", "[[", "test",
-                   "fail"}      # may name a program
+                   "fail"}      # these may mention a program
 BARE_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*]\})")
 
 
 class Finding(NamedTuple):
-    """What is wrong in a line."""
+    """One fault in a script."""
 
     line: int
     rule: str
-    text: str                                        # what is wrong, why it matters, and what to do
+    text: str                                        # the fault, why it matters, and what to do
 
 
 Rule = Callable[[Script], Iterator[Finding]]
@@ -30,19 +30,19 @@ RULES: list[Rule] = []
 
 
 def rule(function: Rule) -> Rule:
-    """Register a rule; its docstring is the reason."""
+    """Register a rule, whose docstring is its reason."""
     RULES.append(function)
     return function
 
 
 def lint(script: Script) -> list[Finding]:
-    """All findings, in the order of the lines."""
+    """All findings, ordered by line."""
     return sorted({finding for check in RULES for finding in check(script)})
 
 
 @rule
 def ignored_directives(script: Script) -> Iterator[Finding]:
-    """sbatch reads #SBATCH lines only up to the first command, only if they are written just so, and expands nothing in them."""
+    """sbatch reads #SBATCH lines only up to the first command, only in this exact spelling, and expands no variables."""
     for number in script.ignored_lines:
         yield Finding(number, "unread", "sbatch stops reading #SBATCH lines at the first command, so this one does nothing: move "
                       "it up")
@@ -55,15 +55,15 @@ def ignored_directives(script: Script) -> Iterator[Finding]:
                           "use Slurm's patterns (%x, %j, %u), or give this option on the command line")
 
 
-MIN_MEGABYTES = 1000                                 # megabytes below which no process that trains starts
+MIN_MEGABYTES = 1000                                 # a training process needs at least this
 
 
 @rule
 def memory_unit(script: Script) -> Iterator[Finding]:
-    """sbatch takes memory without a unit for megabytes: the job then has none."""
+    """sbatch reads memory without a unit as megabytes, so the job has almost none."""
     for name in ("mem", "mem-per-cpu", "mem-per-gpu"):
         value = script.options.get(name, "")
-        if value.isdecimal() and 0 < float(value) < MIN_MEGABYTES:       # 0: all that the node has
+        if value.isdecimal() and 0 < float(value) < MIN_MEGABYTES:       # 0: all the node's memory
             yield Finding(script.option_lines[name], "memory", f"--{name}={value} is {value} megabytes, less than a process with "
                           f"PyTorch takes: write --{name}={value}G")
 
@@ -73,7 +73,8 @@ TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]*(:[0-9]+){0,2}|-1|infinite
 
 @rule
 def time_limit(script: Script) -> Iterator[Finding]:
-    """Without a limit a job has its partition's: a long one waits long, and a short one ends it. At the limit it is killed."""
+    """Without a limit a job gets its partition's default, which may be too long to be scheduled soon or too short to finish.
+    At the limit Slurm kills the job."""
     if "time" not in script.options:
         yield Finding(1, "time", "no --time: the job gets its partition's default, and the scheduler cannot fit it into a gap; "
                       "say how long it takes, #SBATCH --time=01:00:00")
@@ -87,12 +88,12 @@ def time_limit(script: Script) -> Iterator[Finding]:
 
 
 def limit_seconds(time: str) -> int:
-    """The seconds of a time limit as Slurm reads it; 0 if it sets none, or cannot be read."""
+    """A time limit in seconds, as Slurm reads it; 0 if it sets none or cannot be read."""
     if not TIME.fullmatch(time) or not time[0].isdigit():
         return 0
     days, dash, rest = time.rpartition("-")
     parts = [int(part or 0) for part in rest.split(":")]
-    if dash or len(parts) == 3:                      # hours first; without days two parts are minutes and seconds, one is minutes
+    if dash or len(parts) == 3:                      # hours first; else one part is minutes, two are minutes:seconds
         hours, minutes, left = [*parts, 0, 0][:3]
     else:
         hours, minutes, left = 0, *[*parts, 0][:2]
@@ -100,14 +101,14 @@ def limit_seconds(time: str) -> int:
 
 
 def warning_seconds(script: Script) -> int:
-    """How many seconds before the limit a signal comes, 60 if it does not say; 0 if there is none."""
+    """How many seconds before the limit the signal comes: 60 by default, 0 without a signal."""
     _, _, lead = script.options.get("signal", "@0").partition("@")
     return int(lead) if lead.isdecimal() else 60
 
 
 @rule
 def signal_trap(script: Script) -> Iterator[Finding]:
-    """With `B:` the signal goes to the script alone, which it kills, unless a trap takes it and passes it on."""
+    """With `B:` only the script gets the signal, which kills it unless a trap forwards it to the ranks."""
     match = re.fullmatch(r"(?:[RB]+:)([A-Z]\w*|\d+)(?:@\d+)?", script.options.get("signal", ""))
     if match and "B" in script.options["signal"].split(":")[0]:
         traps = [word for command in script.commands if command.name == "trap" for word in command.words]
@@ -122,7 +123,7 @@ def signal_trap(script: Script) -> Iterator[Finding]:
 
 @rule
 def log_files(script: Script) -> Iterator[Finding]:
-    """A log under a fixed name is overwritten by the next job; a job whose log cannot be opened fails without a word."""
+    """The next job overwrites a log with a fixed name. A job that cannot open its log fails silently."""
     for name in ("output", "error"):
         value, line = script.options.get(name, ""), script.option_lines.get(name, 0)
         if value and value != "/dev/null" and not re.search(r"%\d*[jJA]", value):
@@ -140,14 +141,14 @@ def log_files(script: Script) -> Iterator[Finding]:
 
 
 def add_job_number(value: str) -> str:
-    """A log's name with the job's number in it."""
+    """A log's file name with the job's number added."""
     path = Path(value)
     return str(path.with_name(f"{path.stem}-%j{path.suffix}")) if path.name else f"{value.rstrip('/')}/%j.log"
 
 
 @rule
 def kill_on_bad_exit(script: Script) -> Iterator[Finding]:
-    """Without it, srun waits for all ranks, and those that lost one wait for ever: until the time limit, on all nodes."""
+    """Without it, srun waits for all ranks. If one fails, the others hang, on all nodes, until the time limit."""
     if script.variables.get("SLURM_KILL_BAD_EXIT", (0, "0"))[1] == "1":
         return
     for command in script.sruns:
@@ -158,15 +159,15 @@ def kill_on_bad_exit(script: Script) -> Iterator[Finding]:
 
 @rule
 def tasks_per_gpu(script: Script) -> Iterator[Finding]:
-    """srun starts a process for each task, torchrun all of a node's; submit/common.sh wants a task for each GPU."""
+    """srun starts one process per task, torchrun all processes of a node; submit/common.sh needs one task per GPU."""
     for command in script.commands:
-        ours = command.name == "course_on_ranks" and len(command.words) > 1              # one word: where it is defined
+        ours = command.name == "course_on_ranks" and len(command.words) > 1              # a single word is its definition
         kind = "python" if ours else launched_program(command) if command.name == "srun" else ""
         step = script.in_step(command)
         counts = [value for name, value in step.options.items() if name.startswith(("nodes", "ntasks", "gpus", "gres"))]
         if not kind or not step.gpus or any("$" in value for value in counts):
             continue
-        if ours and step.tasks is None and {"exclusive", "cpus-per-gpu"} & set(step.options):        # then it takes one for each
+        if ours and step.tasks is None and {"exclusive", "cpus-per-gpu"} & set(step.options):        # then it uses one per GPU
             continue
         tasks = step.tasks or 1
         if kind == "python" and step.uneven:
@@ -182,7 +183,7 @@ def tasks_per_gpu(script: Script) -> Iterator[Finding]:
 
 @rule
 def visible_devices(script: Script) -> Iterator[Finding]:
-    """Slurm says which of a node's GPUs a job has; numbers that were written down hide some, or are somebody else's."""
+    """Slurm decides which of a node's GPUs a job gets. Fixed numbers hide some of them, or are another job's."""
     line, value = script.variables.get("CUDA_VISIBLE_DEVICES", (0, ""))
     if value and "$" not in value:
         yield Finding(line, "devices", f"CUDA_VISIBLE_DEVICES={value} is written down, and the job gets whichever GPUs are free: "
@@ -191,12 +192,12 @@ def visible_devices(script: Script) -> Iterator[Finding]:
 
 @rule
 def gpu_binding(script: Script) -> Iterator[Finding]:
-    """A rank that is bound to its GPU sees no other: NCCL cannot copy between them, and goes through the host's memory."""
+    """A rank that is bound to its GPU sees no other, so NCCL cannot copy between GPUs directly and uses host memory."""
     for command in script.sruns:
         srun_options, step = command.options, script.in_step(command)
         if not launched_program(command) or step.gpus == 1:
             continue
-        if "gpu-bind" not in srun_options and any("[@]" in word for word in command.words):         # an array that may hold it
+        if "gpu-bind" not in srun_options and any("[@]" in word for word in command.words):         # an array may hold it
             continue
         bound = step.options.get("gpu-bind")
         line = command.line if {"gpu-bind", "gpus-per-task"} & set(srun_options) else script.option_lines.get("gpu-bind",
@@ -211,7 +212,7 @@ def gpu_binding(script: Script) -> Iterator[Finding]:
 
 @rule
 def missing_srun(script: Script) -> Iterator[Finding]:
-    """The script itself runs on the first node only; what srun does not start leaves the other tasks and nodes idle."""
+    """The script itself runs on the first node only. A program without srun leaves the other tasks and nodes idle."""
     many = script.nodes > 1 or (script.tasks or 1) > 1
     if not many or any(launched_program(command) for command in script.sruns):
         return
@@ -230,7 +231,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "")
 
 @rule
 def fixed_rendezvous(script: Script) -> Iterator[Finding]:
-    """A node that was written down is not the one that the job gets; two jobs on a node cannot have the same port."""
+    """The job may not get a fixed node, and two jobs on one node cannot use the same port."""
     places = [(line, name, value) for name, (line, value) in script.variables.items() if name in ("MASTER_ADDR", "MASTER_PORT")]
     for command in script.commands:
         text = " ".join(command.words)
@@ -251,7 +252,7 @@ def fixed_rendezvous(script: Script) -> Iterator[Finding]:
 
 @rule
 def cpus_per_task(script: Script) -> Iterator[Finding]:
-    """A task has one CPU unless it asks for more; srun does not take --cpus-per-task over from sbatch (since Slurm 22.05)."""
+    """A task has one CPU unless it asks for more. Since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch."""
     exported = "SRUN_CPUS_PER_TASK" in script.variables
     for command in filter(launched_program, script.sruns):
         options = command.options
@@ -271,7 +272,7 @@ def cpus_per_task(script: Script) -> Iterator[Finding]:
 
 @rule
 def exit_status(script: Script) -> Iterator[Finding]:
-    """A shell goes on after a failure, and a job's status is that of its last command: a job that failed looks complete."""
+    """A shell continues after a failure, and a job has its last command's exit status, so a failed job looks complete."""
     set_words = " ".join(word for command in script.commands if command.name == "set" for word in command.words[1:])
     first = script.text.split("\n")[0]
     stops = re.search(r"(^|\s)-\w*e|errexit", set_words) or re.search(r"bash\s+-\w*e", first)
@@ -286,9 +287,9 @@ def exit_status(script: Script) -> Iterator[Finding]:
 
 @rule
 def unquoted_arguments(script: Script) -> Iterator[Finding]:
-    """Unquoted, "$@" falls apart at spaces and its stars turn into file names."""
+    """The shell splits an unquoted $@ at spaces and expands its stars to file names."""
     for number, code in script.command_lines:
-        plain = re.sub(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", "", code)            # what is outside quotes
+        plain = re.sub(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", "", code)            # the code outside quotes
         if BARE_ARGUMENTS.search(plain):
             yield Finding(number, "arguments", 'arguments with spaces or stars do not survive $@ without quotes: write "$@"')
         elif re.search(r"\b\w+=\"(?:\$[@*]|\$\{[@*]\})\"", code):
@@ -297,7 +298,7 @@ def unquoted_arguments(script: Script) -> Iterator[Finding]:
 
 
 def main(path: Path, options: Sequence[str]) -> bool:
-    """Print what is wrong; whether nothing is."""
+    """Print all findings; returns whether there are none."""
     findings = lint(read_script(path, options))
     for finding in findings:
         where = f"{path}:{finding.line}" if finding.line else "command line"

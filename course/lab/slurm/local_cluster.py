@@ -1,13 +1,13 @@
-"""A real Slurm of several nodes on this machine alone: its own configuration, key, ports and folders, beside any other Slurm.
+"""Run a real Slurm with several nodes on this machine, independent of any other: own configuration, key, ports and folders.
 
     cluster = start(Path(tempfile.mkdtemp()))
     job = cluster.submit(["--nodes=2", "submit/train.sh", "vit-demo"])
     cluster.wait(job)
     stop(cluster.folder)
 
-`course cluster start` does the same from a shell. Needs Debian's packages slurm-wlm and munge (or their like), neither systemd
-nor root. The nodes share this machine's processors: what runs is as real as on a cluster, how fast is not.
-Facts on the configuration: slurm.conf(5) and munged(8) of Slurm 22.05.
+`course cluster start` does the same from a shell. It needs Debian's packages slurm-wlm and munge (or equivalents), but neither
+systemd nor root. The nodes share this machine's processors: jobs behave as on a cluster, but their speed does not.
+Source for the configuration: slurm.conf(5) and munged(8) of Slurm 22.05.
 """
 
 import os
@@ -31,18 +31,18 @@ from course.utils.errors import CourseError, describe_exit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
 DAEMONS = ("munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd")
-SYSTEM_PATH = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # where daemons lie, outside a user's PATH
-START_SECONDS, JOB_SECONDS = 60.0, 240.0             # seconds that the nodes may take to come up; that a job may take
-ANSWER_SECONDS = 10.0                                # seconds in which a controller that lives tells its jobs
-WAIT_NOTICE_SECONDS = 15.0                           # seconds after which it says what a job waits for
-POLL_SECONDS = 0.2                                   # seconds between two looks
+SYSTEM_PATH = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # where daemons are, outside a user's PATH
+START_SECONDS, JOB_SECONDS = 60.0, 240.0             # time limits for nodes to start, and for a job
+ANSWER_SECONDS = 10.0                                # time limit for a live controller to list its jobs
+WAIT_NOTICE_SECONDS = 15.0                           # seconds until it prints why a job waits
+POLL_SECONDS = 0.2                                   # seconds between polls
 FINISHED_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
                    "DEADLINE")
 
-# Why these: linuxproc and task/none need no cgroups; config_overrides lets a node have more CPUs than the machine;
-# cred_expire is also how long a requeued job waits (120 s if unsaid), sched_interval how long one may wait that did not fit;
-# ReturnToService=2 takes a node back as soon as its slurmd registers; MinJobAge keeps finished jobs for `scontrol show job`.
-# FirstJobId differs between Slurms of one machine, since the port at which a job's ranks meet comes from its number.
+# linuxproc and task/none need no cgroups. config_overrides allows nodes with more CPUs than the machine.
+# A requeued job waits for cred_expire (120 s by default), a job that did not fit up to sched_interval.
+# ReturnToService=2 takes a node back as soon as its slurmd registers. MinJobAge keeps finished jobs for `scontrol show job`.
+# FirstJobId differs between Slurms on one machine, because a job's number determines its rendezvous port.
 CONFIGURATION = """\
 ClusterName=course
 SlurmctldHost={host}(127.0.0.1)
@@ -84,27 +84,27 @@ PARTITION = "course"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that runs, known by its folder."""
+    """A running Slurm, identified by its folder."""
 
     folder: Path
 
     @property
     def configuration(self) -> Path:
-        """The file that Slurm's programs find this Slurm by, as `SLURM_CONF`."""
+        """The slurm.conf that Slurm's programs get as `SLURM_CONF`."""
         return self.folder / "slurm.conf"
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of this process, talking to this Slurm and with nothing of any other one's jobs."""
+        """This process's environment with this Slurm's configuration, without the variables of any Slurm job."""
         mine = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
         return {**mine, "PATH": f"{mine.get('PATH', os.defpath)}{os.pathsep}{SYSTEM_PATH}",
                 "SLURM_CONF": str(self.configuration), **more}
 
     def run(self, *command: str | Path, cwd: Path | None = None, seconds: float = JOB_SECONDS, **environment: str) -> str:
-        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails, or if it does not end.
+        """Run one of Slurm's commands; returns its output. Raises `CourseError` with its message if it fails or does not end.
 
-        It ignores SIGPIPE (Python does, and `restore_signals` leaves it so), as what systemd starts does, and so does what it
-        starts. munged hangs up on whoever takes more than 2 s to ask, as anybody can on a busy machine; libmunge then asks
-        again, if the signal has not killed it before, without a word.
+        The command and its children ignore SIGPIPE, as under systemd: Python ignores it, and `restore_signals=False` keeps
+        that. munged closes connections of clients that take more than 2 s, which happens on a busy machine. libmunge then
+        retries, unless SIGPIPE has silently killed the process.
         """
         try:
             done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
@@ -118,19 +118,19 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, words: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> int:
-        """`sbatch WORDS...` in the folder `cwd`; the job's number."""
+        """Run `sbatch WORDS...` in the folder `cwd`; returns the job's number."""
         return int(self.run("sbatch", "--parsable", *words, cwd=cwd, seconds=JOB_SECONDS, **environment).split(";")[0])
 
     def describe(self, job: int) -> dict[str, str]:
-        """What `scontrol show job` says of a job: JobState, ExitCode, Restarts, NodeList, StdOut ..."""
+        """The fields of `scontrol show job`: JobState, ExitCode, Restarts, NodeList, StdOut ..."""
         return parse_fields(self.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0])
 
     def state(self, job: int) -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED ..."""
+        """The job's state: PENDING, RUNNING, COMPLETED, FAILED ..."""
         return self.describe(job)["JobState"]
 
     def wait(self, job: int, states: Sequence[str] = FINISHED_STATES, seconds: float = JOB_SECONDS) -> str:
-        """Wait until a job is in one of these states, which is returned; a `CourseError` with its log if that takes too long."""
+        """Wait until a job is in one of these states; returns it. Raises `CourseError` with the job's log after `seconds`."""
         if not wait_until(lambda: self.state(job) in states, seconds, lambda: self.queued(job)):
             job_fields = self.describe(job)
             raise CourseError(f"job {job} is {job_fields['JobState']} ({job_fields.get('Reason', '')}) after {seconds:g} s, not "
@@ -138,18 +138,18 @@ class Cluster:
         return self.state(job)
 
     def queued(self, job: int) -> str:
-        """A sentence on a job that waits for its turn; "" of one that does not."""
+        """A sentence on why a job is pending; "" if it is not."""
         job_fields = self.describe(job)
         reason = job_fields.get("Reason", "no reason given")
         return f"job {job} waits in the queue ({reason})" if job_fields["JobState"] == "PENDING" else ""
 
     def log(self, job: int) -> str:
-        """What a job has printed so far; its standard output, and its errors if they are in the same file."""
+        """A job's standard output so far, with standard error if both go to the same file."""
         path = Path(self.describe(job)["StdOut"])
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     def nodes(self) -> dict[str, str]:
-        """Each node's state: idle, mixed, allocated, down ... A mark is appended if it does not answer (`idle*`)."""
+        """Node -> state: idle, mixed, allocated, down ..., with a mark if the node does not answer (`idle*`)."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split()[:2] for line in lines)
 
@@ -159,27 +159,27 @@ class Cluster:
 
 
 def parse_fields(line: str) -> dict[str, str]:
-    """`JobId=4 JobName=a b JobState=RUNNING` as a dict; a value reaches to the next `Name=`."""
+    """Parse `JobId=4 JobName=a b JobState=RUNNING` into a dict; a value extends to the next `Name=`."""
     job_name = re.search(r"\sJobName=(.*?)(?=\sUserId=)",
-                         line)              # what the user wrote, which may look like other fields
+                         line)              # user-chosen, may look like other fields
     rest = line[:job_name.start()] + line[job_name.end():] if job_name else line
     pairs = re.findall(r"(?:^|\s)([A-Za-z][\w:/]*)=(.*?)(?=\s[A-Za-z][\w:/]*=|\s*$)", rest)
     name_field = {"JobName": job_name[1]} if job_name else {}
-    return dict(reversed(pairs)) | name_field              # a name that comes again, in what the user wrote, does not count
+    return dict(reversed(pairs)) | name_field              # the first of repeated names wins: users can forge later ones
 
 
 def why_unavailable() -> str:
-    """What keeps Slurm from being started here, as a sentence; nothing if all is there."""
+    """Why Slurm cannot start here, as a sentence; "" if all programs are installed."""
     path = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{SYSTEM_PATH}"
     absent = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     return f"Slurm is not installed here (no {', '.join(absent)}): apt-get install slurm-wlm munge" if absent else ""
 
 
 def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: int = 15, partition: str = PARTITION) -> Cluster:
-    """Start `nodes` nodes n1, n2, ... of `cpus` CPUs (and so many simulated GPUs) each, in a partition; wait until all are idle.
+    """Start nodes n1, n2, ... with `cpus` CPUs and `gpus` simulated GPUs each, in one partition; wait until all are idle.
 
-    `folder` is for this Slurm alone, and removed by `stop`. `timeout` is SlurmdTimeout: seconds until a node that does not
-    answer is lost. Raises `CourseError` where Slurm is not installed or does not come up; nothing is left running then.
+    `folder` is for this Slurm alone, and `stop` removes it. `timeout` is SlurmdTimeout: seconds until a node that does not
+    answer counts as lost. Raises `CourseError` if Slurm is not installed or does not start; then nothing is left running.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", partition):
         raise CourseError(f"{partition!r} cannot be a partition here: name one, with letters, digits, dots, - and _")
@@ -225,7 +225,7 @@ def write_configuration(cluster: Cluster, nodes: int, cpus: int, gpus: int, time
     for device in devices:
         device.touch()
     (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices), encoding="utf-8")
-    if newer_than_22():                              # 22.05 refuses this word, and later versions look for systemd without it
+    if newer_than_22():                              # 22.05 refuses this line; later versions need it, or they look for systemd
         (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n", encoding="utf-8")
     cluster.configuration.write_text(CONFIGURATION.format(
         host=socket.gethostname().split(".")[0], user=psutil.Process().username(), folder=folder, controller=controller,
@@ -234,14 +234,14 @@ def write_configuration(cluster: Cluster, nodes: int, cpus: int, gpus: int, time
 
 
 def newer_than_22() -> bool:
-    """Whether this Slurm is of 2023 or later."""
+    """Whether the installed Slurm is version 23 or later."""
     version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout      # "slurm-wlm 22.05.8"
     match = re.search(r"(\d+)\.\d+", version)
     return match is not None and int(match[1]) >= 23
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports that are free now, outside the range that the system gives to others."""
+    """The first of `count` consecutive free ports, outside the ephemeral range. Raises `CourseError` if none are free."""
     for first in range(17000 + os.getpid() % 500 * 20, 32000, count):
         with suppress(OSError):
             for port in range(first, first + count):
@@ -252,7 +252,7 @@ def free_ports(count: int) -> int:
 
 
 def all_idle(cluster: Cluster, names: Sequence[str]) -> bool:
-    """Whether the controller answers and all these nodes wait for work."""
+    """Whether the controller answers and all these nodes are idle."""
     try:
         return cluster.nodes() == dict.fromkeys(names, "idle")
     except CourseError:
@@ -260,8 +260,8 @@ def all_idle(cluster: Cluster, names: Sequence[str]) -> bool:
 
 
 def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str] = str) -> bool:
-    """Look again and again whether something is so; False if it is not after so many seconds. tell: what to say, if anything,
-    when that has taken a while."""
+    """Poll until `done()`; returns False if it does not hold after `seconds`. tell: called once after a while; it returns a
+    sentence to print, or ""."""
     begin, silent = time.monotonic(), True
     while not done():
         passed = time.monotonic() - begin
@@ -278,7 +278,7 @@ def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str]
 def stop(folder: Path) -> None:
     """Kill every process of the Slurm in this folder, jobs included, and remove the folder."""
     configuration = str(Cluster(folder.resolve()).configuration)
-    for _ in range(5):                               # again, for what was being started meanwhile
+    for _ in range(5):                               # repeat for processes that were just starting
         running = find_processes(configuration)
         if not running:
             break
@@ -286,15 +286,15 @@ def stop(folder: Path) -> None:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(running, timeout=5)
-    if os.path.exists(configuration):                # else it is no folder of a Slurm's
+    if os.path.exists(configuration):                # else it is not a Slurm's folder
         remove(folder)
 
 
 def find_processes(configuration: str) -> list[psutil.Process]:
-    """The daemons and jobs that belong to this slurm.conf, and to no other; never the shell from which somebody submits.
+    """The daemons and jobs that belong to this slurm.conf alone, but not the shell that submits jobs.
 
-    Daemons name the file on their command line or in their environment. slurmstepd, which writes its title over both, is the
-    parent of a task that has it.
+    Daemons have the file in their command line or environment. slurmstepd overwrites both with its title, so it is found as
+    the parent of a task that has the file.
     """
     processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
@@ -310,19 +310,19 @@ def find_processes(configuration: str) -> list[psutil.Process]:
 
 
 def start_guard(folder: Path) -> "subprocess.Popen[bytes]":
-    """A process that stops the Slurm in this folder when this process ends, however that happens."""
+    """Start a process that stops the Slurm in this folder when this process ends, for whatever reason."""
     return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); from pathlib import Path; from "
                              "course.lab.slurm.local_cluster import stop; stop(Path(sys.argv[1]))", str(folder)],
                             stdin=subprocess.PIPE, start_new_session=True)
 
 
 def default_folder() -> Path:
-    """Where `course cluster` keeps its Slurm: a short path, since sockets lie in it, and one for each user."""
+    """The folder of `course cluster`: one per user, with a short path because it holds sockets."""
     return Path(tempfile.gettempdir()) / f"course-slurm-{os.getuid()}"
 
 
 def start_command(folder: Path, nodes: int, cpus: int, gpus: int, partition: str = PARTITION) -> None:
-    """`course cluster start`: prints what makes a shell talk to the new Slurm, fit for eval."""
+    """`course cluster start`: start a Slurm and print shell code (for eval) that selects it."""
     cluster = start(folder, nodes, cpus, gpus, partition=partition)
     print(f"# Slurm runs on this machine: {nodes} nodes of {cpus} CPUs, partition {partition}. With the next line in a shell,\n"
           "# sbatch and squeue mean it; `course cluster stop` ends it.\n"
@@ -330,7 +330,7 @@ def start_command(folder: Path, nodes: int, cpus: int, gpus: int, partition: str
 
 
 def stop_command(folder: Path, force: bool = False) -> None:
-    """`course cluster stop`. Raises `CourseError` if it has jobs that are not over, unless `force` says that these end, too."""
+    """`course cluster stop`: stop the Slurm in a folder. Raises `CourseError` if it has unfinished jobs, unless `force`."""
     cluster = Cluster(folder.resolve())
     if not cluster.configuration.exists():
         raise CourseError(f"there is no Slurm of the course in {folder}: nothing to stop, or it is in another --folder")
@@ -343,7 +343,7 @@ def stop_command(folder: Path, force: bool = False) -> None:
 
 
 def unfinished_jobs(cluster: Cluster) -> list[str]:
-    """`7 train (running)` for each job that runs or waits; none if its controller has died and nobody can know."""
+    """`7 train (running)` for each running or pending job; empty if the controller does not answer."""
     try:
         lines = cluster.run("squeue", "--noheader", "--format=%i %j (%T)", seconds=ANSWER_SECONDS).splitlines()
     except CourseError:

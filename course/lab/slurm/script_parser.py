@@ -1,8 +1,8 @@
-"""A batch script, read as the shell and sbatch read it: its options, its commands and what its variables hold.
+"""Parse a batch script as the shell and sbatch read it: its options, commands and variables.
 
-Quotes, continued lines, comments and here-documents are what they are, and files that it sources from its own folder are read
-with it. Nothing is executed. What a variable holds is known where the script itself assigns it plainly. Sources: sbatch(1) and
-srun(1) of Slurm 22.05 and 23.11, bash(1).
+The parser handles quotes, continued lines, comments and here-documents, and reads files that the script sources from its own
+folder. It executes nothing, and knows a variable's value only if the script assigns it directly. Sources: sbatch(1) and srun(1)
+of Slurm 22.05 and 23.11, bash(1).
 """
 
 import os
@@ -28,11 +28,11 @@ SEPARATORS = set(";&|()")
 PREFIX_WORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time", "exec", "nohup", "env", "builtin"}
 ASSIGNING_COMMANDS = {"export", "local", "declare", "readonly", "typeset"}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-NUMBER = re.compile(r"[0-9]{1,9}")                   # a number that somebody means
+NUMBER = re.compile(r"[0-9]{1,9}")                   # longer ones are mistakes
 
 
 class Command(NamedTuple):
-    """A simple command: its words without quotes and redirections, and whether its output goes into a pipe."""
+    """A simple shell command: its words without quotes and redirections, and whether its output is piped."""
 
     line: int
     words: tuple[str, ...]
@@ -40,42 +40,42 @@ class Command(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The program, without its folder; "" of a line that has redirections only."""
+        """The program, without its folder; "" if there are only redirections."""
         return Path(self.words[0]).name if self.words else ""
 
     @property
     def options(self) -> dict[str, str]:
-        """Of srun, its options by their long names."""
+        """The options of an srun command, by long name."""
         return dict(parse_options(self.words[1:])[0])
 
 
 @dataclass
 class Script:
-    """A batch script, read."""
+    """A parsed batch script."""
 
     path: Path
-    text: str                                                    # with line ends as Unix has them
-    options: dict[str, str] = field(default_factory=dict)        # sbatch's, by their long names; the last one counts
-    option_lines: dict[str, int] = field(default_factory=dict)   # where they stand; 0: on the command line
-    comments: list[tuple[int, str]] = field(default_factory=list)       # lines that are nothing else
-    ignored_lines: list[int] = field(default_factory=list)       # lines of #SBATCH that sbatch does not read
-    command_lines: list[tuple[int, str]] = field(default_factory=list)  # logical lines
+    text: str                                                    # with Unix line endings
+    options: dict[str, str] = field(default_factory=dict)        # sbatch's, by long name; the last one counts
+    option_lines: dict[str, int] = field(default_factory=dict)   # their lines; 0: on the command line
+    comments: list[tuple[int, str]] = field(default_factory=list)       # (line, text) of full comment lines
+    ignored_lines: list[int] = field(default_factory=list)       # #SBATCH lines that sbatch ignores
+    command_lines: list[tuple[int, str]] = field(default_factory=list)  # (line, code) of logical lines
     commands: list[Command] = field(default_factory=list)
-    variables: dict[str, tuple[int, str]] = field(default_factory=dict)  # assigned variables
+    variables: dict[str, tuple[int, str]] = field(default_factory=dict)  # assigned variables: (line, value)
 
     def number(self, *names: str) -> int | None:
-        """The first of these options that is a whole number."""
+        """The first of these options whose value is an integer; None if there is none."""
         return next((int(self.options[name]) for name in names if NUMBER.fullmatch(self.options.get(name, ""))), None)
 
     @property
     def nodes(self) -> int:
-        """How many nodes at least; 1 if it does not say."""
+        """The minimum number of nodes; 1 by default."""
         first = NUMBER.match(self.options.get("nodes", "1"))
         return max(1, int(first[0])) if first else 1
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of a node; 0 if none are asked for, None if it cannot be known."""
+        """GPUs per node; 0 if the script asks for none, None if unknown."""
         if gpus := [item for item in self.options.get("gres", "").split(",") if re.match(r"(gres[/:])?gpu(:|=|$)", item)]:
             return count_gpus(gpus)
         name = next((name for name in ("gpus-per-node", "gpus", "gpus-per-task") if name in self.options), None)
@@ -90,7 +90,7 @@ class Script:
 
     @property
     def tasks(self) -> int | None:
-        """Tasks of a node, of those that have most; None if it does not say."""
+        """The largest number of tasks on a node; None if unspecified."""
         if (each := self.number("ntasks-per-node")) is not None:
             return each
         every = self.number("ntasks")
@@ -103,17 +103,17 @@ class Script:
         return every is not None and every % self.nodes > 0
 
     def in_step(self, command: Command) -> "Script":
-        """What a job step has: the script's options, and in their place those of its srun."""
+        """The options of a job step: the script's, overridden by those of its srun."""
         return Script(self.path, "", options={**self.options, **command.options})
 
     @property
     def sruns(self) -> list[Command]:
-        """The job steps, from first to last, each with its line."""
+        """The srun commands, in order."""
         return [command for command in self.commands if command.name == "srun"]
 
 
 def read_script(path: Path, options: Sequence[str] = ()) -> Script:
-    """Read a script and the options that will be given to sbatch with it. Raises `CourseError` if it cannot be read."""
+    """Parse a script and the options for sbatch's command line. Raises `CourseError` if the file cannot be read."""
     try:
         text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError as error:
@@ -134,7 +134,7 @@ def read_script(path: Path, options: Sequence[str] = ()) -> Script:
 
 
 def count_gpus(items: Sequence[str]) -> int | None:
-    """How many GPUs: 4, a100:4, gpu:1g.10gb:2, gpu (one), one of each type; None if one says no number that can be known."""
+    """Sum GPU requests: 4, a100:4, gpu:1g.10gb:2, gpu (one); None if the number of one is unknown."""
     total = 0
     for item in items:
         last = re.split(r"[:=]", item.partition("(")[0])[-1]
@@ -145,14 +145,14 @@ def count_gpus(items: Sequence[str]) -> int | None:
 
 
 def add_options(script: Script, words: Sequence[str], number: int) -> None:
-    """Sbatch's options, short or long, with `=` or without."""
+    """Add sbatch options, short or long, with or without `=`, from line `number`."""
     for name, value in parse_options(words)[0]:
         script.options[name] = value
         script.option_lines[name] = number
 
 
 def parse_options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Options of sbatch or srun by their long names, and the words after them. An array among them is passed over."""
+    """Options of sbatch or srun as (long name, value), and the remaining words. Skips an array among the options."""
     options, remaining = [], list(words)
     while remaining and (remaining[0].startswith("-") or "[@]" in remaining[0]):
         word = remaining.pop(0)
@@ -171,7 +171,7 @@ def parse_options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a #SBATCH line; one with an open quote is split at spaces."""
+    """The words of a #SBATCH line; a line with an open quote is split at spaces."""
     try:
         return shlex.split(text, comments=True)
     except ValueError:
@@ -179,7 +179,7 @@ def split_words(text: str) -> list[str]:
 
 
 def sourced_lines(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tuple[int, str]]:
-    """The logical lines of a script; the code that it sources from its own folder has the number of the line that sources it."""
+    """(line number, code) of a script's logical lines. Code sourced from its own folder gets the number of the source line."""
     lines = []
     for number, code in logical_lines(text):
         lines.append((number, code))
@@ -191,18 +191,18 @@ def sourced_lines(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tu
     return lines
 
 
-# an escaped character, a quoted string (its end may be missing), a here-string, a here-document's beginning, or any character
+# an escaped character, a quoted string (the end may be missing), a here-string, the start of a here-document, any character
 TOKEN = re.compile(r"""\\.?|'[^']*'?|"(?:\\.|[^"\\])*\\?"?|<<<|<<(?P<dash>-?)\s*\\?(['"]?)(?P<word>[A-Za-z_][\w.-]*)\2|.""",
                    re.DOTALL)
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, code) of each command line, continued lines joined, and of each comment that has a line of its own.
+    """(line number, code) of each command line, with continued lines joined, and of each full comment line.
 
-    Other comments and the text of here-documents are left out.
+    It leaves out other comments and the text of here-documents.
     """
     code, start, line_begin, i = "", 1, 0, 0
-    here_documents: list[tuple[str, str]] = []       # that begin after this line
+    here_documents: list[tuple[str, str]] = []       # whose text begins after this line
     while match := TOKEN.match(text, i):
         token, begin, i = match[0], i, match.end()
         if token == "#" and (not code or code[-1] in " \t;&|()"):
@@ -211,7 +211,7 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
                 yield start, text[begin:i]
         elif match["word"] and code.count("((") == code.count("))"):
             here_documents.append((r"\t*" if match["dash"] else "", re.escape(match["word"])))
-        elif match["word"]:                          # a shift to the left in $((...))
+        elif match["word"]:                          # a left shift in $((...))
             code, i = code + "<", begin + 1
         elif token == "\n":
             for tabs, word in here_documents:
@@ -228,7 +228,7 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
         yield start, code
 
 
-INSIDE = "[^()]*"                                     # of parentheses, and of those in them, and so on
+INSIDE = "[^()]*"                                     # text inside parentheses, nested up to four levels
 for _ in range(4):
     INSIDE = rf"(?:[^()]|\({INSIDE}\))*"
 SUBSTITUTION = re.compile(rf"[$<>]\({INSIDE}\)")     # $(...), $((...)), <(...)
@@ -238,7 +238,7 @@ ARRAY = re.compile(rf"(?<=\w)\+?=\(({INSIDE})\)")
 def parse_line(script: Script, number: int, code: str) -> None:
     """Split a logical line into simple commands and assignments.
 
-    What `$(...)` gives is not known, and becomes `$_`; an array's words are what the variable holds.
+    The output of `$(...)` is unknown and becomes `$_`. An array variable holds its words.
     """
     code = SUBSTITUTION.sub("$_", code)
     code = ARRAY.sub(lambda array: "=" + shlex.quote(array[1]), code)
@@ -257,7 +257,7 @@ def parse_line(script: Script, number: int, code: str) -> None:
                 add_command(script, Command(number, tuple(words), token in ("|", "|&")))
             words = []
         elif set(token) <= set("<>&") and token:
-            drop = True                              # a redirection: the next word is a file
+            drop = True                              # a redirection: the next word is its file
             if words and words[-1].isdecimal():
                 words.pop()
         elif drop:
@@ -267,7 +267,7 @@ def parse_line(script: Script, number: int, code: str) -> None:
 
 
 def add_command(script: Script, command: Command) -> None:
-    """Note a command, after the assignments in front of it; known variables among its words are replaced by what they hold."""
+    """Record a command and the assignments before it; words that are known variables are replaced by their values."""
     words = list(command.words)
     if words[0] in ASSIGNING_COMMANDS:
         words = [word for word in words[1:] if ASSIGNMENT.match(word)]
@@ -285,7 +285,7 @@ def add_command(script: Script, command: Command) -> None:
 
 
 def launched_program(command: Command) -> str:
-    """What an srun starts: "torchrun", "python", or something else (""), also inside a container or `bash -c`."""
+    """The program that a command launches: "torchrun", "python" or "" for others, also inside a container or `bash -c`."""
     words = " ".join(parse_options(command.words[1:])[1]).split() if command.name == "srun" else list(command.words)
     names = [Path(word).name for word in words]
     if "torchrun" in names or any("torch.distributed" in word for word in words):

@@ -1,1 +1,1 @@
-"""Context parallelism: attention over a sequence that ranks share."""
+"""Context parallelism: attention over a sequence that is split across ranks."""

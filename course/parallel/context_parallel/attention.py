@@ -1,10 +1,10 @@
-"""Context parallelism: attention over a sequence of which each rank has a piece. Three ways, one interface.
+"""Context parallelism: attention over a sequence that is split across ranks. Three methods, one interface.
 
     gather     every rank gathers all keys and values                       simple; memory for all of them
-    ring       keys and values go round, one piece at a time                memory for two pieces; sending hides behind work
-    all_to_all each rank gets all tokens of some heads (Ulysses)            few bytes; heads have to divide
+    ring       keys and values circulate, one piece at a time               memory for two pieces; sending overlaps attention
+    all_to_all each rank gets all tokens of some heads (Ulysses)            few bytes; cp must divide the heads
 
-The ring is `ring_attention.py`'s. Ulysses: Jacobs et al. 2023, arXiv:2309.14509.
+The ring is in `ring_attention.py`. Ulysses: Jacobs et al. 2023, arXiv:2309.14509.
 """
 
 import torch
@@ -21,7 +21,7 @@ from course.utils.errors import CourseError
 
 
 class GatherAttend(nn.Module):
-    """Gather the keys and values of all ranks; each rank answers its own queries."""
+    """Gather the keys and values of all ranks; each rank attends with its own queries."""
 
     def __init__(self, causal: bool, tokens: SplitTokens):
         super().__init__()
@@ -31,7 +31,7 @@ class GatherAttend(nn.Module):
         k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, g, T, d)
         if not self.causal:
             return attend(q, k, v)
-        return torch.cat([look_back(piece, k[:, :, :end], v[:, :, :end])                # front and back, a zigzag
+        return torch.cat([look_back(piece, k[:, :, :end], v[:, :, :end])                # front and back of a zigzag
                           for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True)], 2)       # (B, h, T / cp, d)
 
     def ends(self) -> tuple[int, int]:
@@ -47,12 +47,12 @@ def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
     return permute_tokens(pairs, 3, order.argsort()) if tokens.zigzag else pairs
 
 
-@mappings.uncompiled                                 # which cannot make this mask
+@mappings.uncompiled                                 # the compiler cannot make this mask
 def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:               # (B, h, T, d), 2 x (B, g, S, d), S >= T
-    """Attention in which the last query sees all keys and each one before it one key less; no kernel need build the mask."""
-    from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second, only where it is needed
+    """Attention in which the last query sees all keys and each one before it one key less; kernels need not build the mask."""
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes a second
 
-    with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
+    with _disable_current_modes():                  # PyTorch cannot make the mask within a mode such as FlopCounterMode or Trace
         mask = causal_lower_right(q.shape[2], k.shape[2])
     return attend(q, k, v, mask=mask)
 
@@ -72,7 +72,7 @@ class AllToAllAttend(nn.Module):
 
 
 class GroupedAllToAllAttend(AllToAllAttend):
-    """The same where a head of keys and values serves a group of queries' heads: it goes with these, in one exchange."""
+    """The same for grouped queries: each key and value head travels with its group of query heads, in one exchange."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
         if q.shape[1] % self.tokens.cp.size or k.shape[1] % self.tokens.cp.size:
@@ -108,9 +108,9 @@ def apply_context_parallel(model: nn.Module, placements: Placements, tokens: Spl
 
 
 def check_attention(model: nn.Module) -> None:
-    """Raise `CourseError` if of two modules alike one has its attention at a seam and the other does not.
+    """Raise `CourseError` if one of two similar modules has its attention at a seam and the other does not.
 
-    Other attention without a seam cannot be told from what needs none, such as one whose keys every rank has whole.
+    Other attention without a seam is not detected: it may need none, for example if every rank has all its keys.
     """
     kinds = {kind_of(model.get_submodule(name.rpartition(".")[0])) for name in modules_at_seam(model, "attend")}
     for name, module in model.named_modules():
@@ -121,10 +121,10 @@ def check_attention(model: nn.Module) -> None:
 
 
 def kind_of(module: nn.Module) -> tuple[type, tuple[str, ...]]:
-    """What modules that are alike have in common: their class, and the names of their parameters."""
+    """What similar modules have in common: their class and the names of their parameters."""
     return type(module), tuple(name for name, _ in module.named_parameters())
 
 
 def needs_zigzag(model: nn.Module, method: str) -> bool:
-    """Causal attention is balanced by a zigzag; all_to_all has all tokens of a head anyway."""
+    """Whether a zigzag must balance the work: for causal attention, unless all_to_all gives a rank all tokens of its heads."""
     return method != "all_to_all" and any(module.causal for module in modules_at_seam(model, "attend").values())

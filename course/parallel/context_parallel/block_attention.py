@@ -1,15 +1,15 @@
-"""Attention with one block of keys: the answer and each query's log-sum-exp; backward from those of all blocks together.
+"""Attention with one block of keys: output and log-sum-exp of each query. Backward takes those of all blocks together.
 
     s = q k' / sqrt(d),  lse = log sum exp s,  p = exp(s - lse),  out = p v
 
-Backward needs of the other blocks only their part in `out` and `lse` (Dao 2023, arXiv:2307.08691, section 3.1):
+Backward needs the other blocks only through `out` and `lse` (Dao 2023, arXiv:2307.08691, section 3.1):
 
     p = exp(s - lse),  dv = p' g,  ds = p * (g v' - rowsum(g * out)),  dq = ds k / sqrt(d),  dk = ds' q / sqrt(d)
 
-`plain` is these formulas, for any device and format; `cudnn` and `flash` are PyTorch's fused kernels of the same on GPUs for
-16 bits, `efficient` the one for float32, which keep no scores in memory (Rabe and Staats 2021, arXiv:2112.05682).
-All tensors are (B, h, T, d), lse (B, h, T); keys and values may have fewer heads, each for a group of queries' heads. causal:
-query i sees keys up to i; both have the same length then.
+`plain` implements these formulas for any device and dtype. `cudnn` and `flash` are PyTorch's fused GPU kernels for 16 bits,
+`efficient` the one for float32; they keep no scores in memory (Rabe and Staats 2021, arXiv:2112.05682).
+All tensors are (B, h, T, d), lse is (B, h, T). Keys and values may have fewer heads, each for a group of query heads. causal:
+query i sees keys up to i; queries and keys then have the same length.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from course.ops.attention import repeat_kv
 
 aten: Any = torch.ops.aten
-ROWS = 32                                           # `efficient` has log-sum-exps of so many queries, or a multiple
+ROWS = 32                                           # `efficient` pads log-sum-exps to a multiple of so many queries
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -45,9 +45,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    """(dq, dk, dv), as q, k and v are, by way of these keys, given the answer and log-sum-exp for all keys."""
+    """(dq, dk, dv), shaped like q, k and v, through these keys, given output and log-sum-exp over all keys."""
     kind, groups = kernel(q), k.shape[1]
-    if groups != q.shape[1]:                                            # each head's own, added up over the queries it serves
+    if groups != q.shape[1]:                                            # per query head, then summed over each group
         dq, dk, dv = backward(grad, q, repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1]), out, lse, causal)
         return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
     if kind != "plain":
@@ -58,7 +58,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
             return aten._scaled_dot_product_cudnn_attention_backward(
                 grad, q, k, v, out, lse[..., None], none, none, None, None, None, T, S, 0.0, causal)
         if kind == "efficient":
-            lse = F.pad(lse, (0, -T % ROWS), value=math.inf)            # of queries that are not there, which weigh nothing
+            lse = F.pad(lse, (0, -T % ROWS), value=math.inf)            # padding queries weigh nothing
             return aten._scaled_dot_product_efficient_attention_backward(
                 grad, q, k, v, None, out, lse, none, none, 0.0, (True, True, True, False), causal)[:3]
         return aten._scaled_dot_product_flash_attention_backward(
@@ -78,7 +78,7 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:               # (..., 
 
 
 def kernel(q: Tensor) -> str:
-    """Which implementation computes on these queries. Of those for 16 bits cuDNN's is the fastest on Hopper."""
+    """The implementation for these queries. In 16 bits, cuDNN's is the fastest on Hopper."""
     cuda, width = torch.backends.cuda, q.shape[-1]
     if q.device.type != "cuda":
         return "plain"

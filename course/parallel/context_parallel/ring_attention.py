@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go round the ranks, and each answers its queries for the block that is there.
+"""Ring attention: keys and values circulate around the ranks; each rank attends with its queries to the block that it has.
 
-A block of keys gives a block of the answer and, for each query, the logarithm of its softmax's denominator (log-sum-exp).
-From these, answers for different keys merge into the answer for all of them (online softmax; Milakov and Gimelshein
-2018, arXiv:1805.02867; Liu, Zaharia and Abbeel 2023, arXiv:2310.01889).
+For a block of keys, attention gives an output and, for each query, the log of its softmax's denominator (log-sum-exp). With
+these, outputs for different keys merge into the output for all of them (online softmax; Milakov and Gimelshein 2018,
+arXiv:1805.02867; Liu, Zaharia and Abbeel 2023, arXiv:2310.01889).
 
-Both directions are operators of their own to PyTorch, for the reasons of `parallel/tensor_parallel/overlapped_linear.py`.
+Forward and backward are custom operators, for the reasons given in `parallel/tensor_parallel/overlapped_linear.py`.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ operator: Any = torch.library.custom_op
 
 
 class RingAttend(nn.Module):
-    """Keys and values go round the ranks; each answers its queries for the block that is there, and merges the answers."""
+    """Circulate keys and values; each rank attends with its queries to the block that it has, and merges the outputs."""
 
     def __init__(self, causal: bool, tokens: SplitTokens):
         super().__init__()
@@ -99,13 +99,13 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, c
 
 
 def empty_bthd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """New memory for (B, h, T, d) in which all of a token lies together, as the linears around attention have it."""
+    """An empty (B, h, T, d) stored as (B, T, h, d): each token is contiguous, as in the linears around attention."""
     B, h, T, d = x.shape
     return x.new_empty(B, T, h, d, dtype=dtype).transpose(1, 2)
 
 
 def to_bthd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of x that lies so: kernels put their answers out in orders of their own, an operator's is fixed."""
+    """A copy of x in that memory order: kernels differ in theirs, and a custom operator's output has a fixed one."""
     return empty_bthd(x, dtype).copy_(x)
 
 
@@ -144,7 +144,7 @@ def rounds(pair: Tensor, axis: Axis, lengths: list[int]) -> Iterator[tuple[int, 
 
 
 class GradientReturn:
-    """Gradients of keys and values travel after them, each rank adding its part, until they are back where they belong."""
+    """Gradients of keys and values follow them around the ring; each rank adds its part until they are back home."""
 
     def __init__(self, axis: Axis, lengths: list[int], shape: tuple[int, ...], like: Tensor):
         self.axis, self.lengths, self.shape, self.like = axis, lengths, shape, like
@@ -153,7 +153,7 @@ class GradientReturn:
         self.sent: Tensor | None = None
 
     def arrived(self, source: int) -> Tensor:
-        """The sums for the keys of `source`, so far."""
+        """The sums so far for the keys and values of `source`, once they have arrived."""
         for work in self.works:
             work.wait()
         if self.coming is None:
@@ -161,7 +161,7 @@ class GradientReturn:
         return self.coming
 
     def send(self, sums: Tensor, source: int) -> None:
-        """Pass them on; those of the rank before come in."""
+        """Begin to send the sums to the next rank and to receive those from the rank before."""
         self.sent, self.coming = sums, self.like.new_empty(self._shape((source - 1) % self.axis.size))
         self.works = exchange_with_neighbors(sums, self.coming, self.axis)
 
@@ -170,8 +170,8 @@ class GradientReturn:
 
 
 def exchange_with_neighbors(out: Tensor, into: Tensor, axis: Axis) -> list[Any]:
-    """Send `out` to the next rank of the ring and receive `into`, of the shape of what comes, from the one before; returns
-    what to wait for, until when `out` may not change."""
+    """Begin to send `out` to the next rank of the ring and to receive `into`, which has the incoming shape, from the one before.
+    Returns what to wait for; until then `out` must not change."""
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[(axis.rank - 1) % axis.size]
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, out.contiguous(), after, axis.group),
                                    dist.P2POp(dist.irecv, into, before, axis.group)])

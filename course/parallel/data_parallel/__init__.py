@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from course.config import Parallel
     from course.parallel.layout import Layout
 
-METHODS: dict[str, type[GradientSync]] = {          # `parallel.data`, or the stage of ZeRO; of one rank none, or 16-bit copies
+METHODS: dict[str, type[GradientSync]] = {          # by `parallel.data` or ZeRO's stage; for one rank none or master_weights
     "naive": Naive, "bucketed": Bucketed, "ddp": DDP, "none": NoSync, "zero1": ZeRO1, "master_weights": MasterWeights}
 
 
 def build_gradient_sync(model: nn.Module, layout: "Layout", settings: "Parallel", low: torch.dtype | None = None,
                         masters: bool = False) -> GradientSync:
-    """The gradient synchronization of a model over dp x cp. Comes after the parameters have got their values.
+    """Build the gradient synchronization of a model over dp x cp. Call it after the parameters have their values.
 
-    low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO then computes with copies in these. masters:
-    one rank alone does, too, with an optimizer that writes the copies (`Config.masters`).
+    low: the 16-bit dtype of the matmuls, if the parameters are wider; ZeRO then computes with copies in it. masters: a single
+    rank does so too, with an optimizer that writes the copies (`Config.masters`).
     """
     if layout.mesh.dp_cp.size == 1:
         method = "master_weights" if low and masters else "none"

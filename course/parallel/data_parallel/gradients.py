@@ -1,19 +1,20 @@
-"""Data parallelism: every rank computes the gradients of its own samples, then all take the average over dp x cp.
+"""Data parallelism: every rank computes the gradients of its own samples, then all ranks average them over dp x cp.
 
-Four ways behind one interface, `parallel.data`:
+Four methods behind one interface, chosen by `parallel.data`:
 
-    naive      after the backward pass, one all-reduce of everything
-    bucketed   gradients gathered in buckets; a bucket's all-reduce starts as soon as its last gradient is there, and runs
+    naive      one all-reduce of everything after the backward pass
+    bucketed   gradients collected in buckets; a bucket's all-reduce starts as soon as its last gradient is ready, and runs
                beside the rest of the backward pass (Li et al. 2020, arXiv:2006.15704)
-    ddp        the same by PyTorch's DistributedDataParallel
+    ddp        the same, by PyTorch's DistributedDataParallel
     none       no communication, to measure what it costs: the ranks drift apart
 
-`begin(num_microbatches)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
-`finish()` after them, `after_optimizer_step()` after the optimizer. ZeRO-1 is in `course/parallel/data_parallel/zero1.py`.
+Call `begin(num_microbatches)` before a step's backward passes (one per micro-batch; only the last one communicates),
+`finish()` after them, and `after_optimizer_step()` after the optimizer.
 
-`Bucketed` has three seams for it: `make_bucket(parameters, axis)`, of parameters of one format; `start(bucket)`, which begins the
-collective of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the
-mean. On every rank the buckets come in the same order to both.
+ZeRO-1 (`course/parallel/data_parallel/zero1.py`) overrides three methods of `Bucketed`. `make_bucket(parameters, axis)` makes
+a bucket of parameters of one dtype. `start(bucket)` begins the collective of a full bucket and does not wait. After
+`complete(bucket)`, `bucket.result` is the mean, with ZeRO-1 this rank's share of it. All ranks pass the buckets to both in the
+same order.
 """
 
 import weakref
@@ -57,7 +58,7 @@ def add_partial_gradients(parameters: Iterable[nn.Parameter], placements: Placem
 
 def by_axis(parameters: Iterable[nn.Parameter], placements: Placements,
             over: Literal["partial_over", "average_over"]) -> list[tuple[Axis, list[nn.Parameter]]]:
-    """The axes over which gradients are partial, or averaged, in the same order on all ranks, and the parameters of each."""
+    """The axes over which gradients are partial, or averaged, each with its parameters; in the same order on all ranks."""
     found: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
     for parameter in parameters:
         axis: Axis | None = getattr(placements[parameter], over)
@@ -67,33 +68,33 @@ def by_axis(parameters: Iterable[nn.Parameter], placements: Placements,
 
 
 def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give zeros to parameters that this rank's samples gave no gradient: other samples may have, and an optimizer that decays
-    weights or has momentum moves such a parameter, in every layout alike."""
+    """Set missing gradients to zero. Other ranks' samples may have produced one, and weight decay or momentum moves such a
+    parameter anyway: so every layout updates it alike."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
 class GradientSync(ABC):
-    """How gradients become the same on all ranks that update a parameter, and what the optimizer updates.
+    """Makes gradients the same on all ranks that update a parameter, and says which tensors the optimizer updates.
 
-    bucket_mb: of gradients in one collective. low: the 16 bits of the matmuls, if they have fewer than the parameters and the
-    model is to compute with copies in these.
+    bucket_mb: MiB of gradients per collective. low: the 16-bit dtype of the matmuls, if the parameters are wider; ZeRO-1 and
+    `MasterWeights` then compute with copies in it.
     """
 
     def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
         self.placements = placements
-        self.trainable = [p for p in model.parameters() if p.requires_grad]             # what gets gradients
-        # what the optimizer has; it leaves alone what is frozen: that has no gradient
+        self.trainable = [p for p in model.parameters() if p.requires_grad]             # these get gradients
+        # frozen parameters have no gradient, so the optimizer leaves them alone
         self.optimizer_parameters = list(model.parameters())
-        self.copies: dict[nn.Parameter, nn.Parameter] = {}              # of these, what the optimizer has to keep equal
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}              # master -> the copy that the optimizer keeps equal
 
     def trained(self, model: Model) -> Model:
-        """The model as a step computes it: itself, or in a wrapper."""
+        """The model that a step calls: the model itself or a wrapper."""
         return model
 
     def begin(self, num_microbatches: int) -> None:
-        """Backward passes of a step are about to begin. What one that broke off has left is forgotten."""
+        """Prepare for a step's backward passes. Drops gradients that an interrupted step has left."""
         self.clear()
 
     @abstractmethod
@@ -101,43 +102,43 @@ class GradientSync(ABC):
         """Complete the gradients of `trainable`."""
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter in self.trainable:
             parameter.grad = None
 
     def after_optimizer_step(self) -> None:         # noqa: B027 (most methods have nothing to do here)
-        """The optimizer has updated `optimizer_parameters`."""
+        """Called when the optimizer has updated `optimizer_parameters`."""
 
     def wait_parameters(self) -> None:              # noqa: B027
-        """Wait until the model's parameters are those of the last step."""
+        """Wait until the model's parameters hold the last step's update."""
 
     def full_master_weights(self) -> dict[nn.Parameter, Tensor]:
-        """The values that the optimizer updates, whole, of parameters that are only copies of them. All ranks call it."""
+        """16-bit parameter -> the float32 values of which it is a copy, whole. All ranks must call it."""
         return {}
 
 
 class Naive(GradientSync):
-    """One all-reduce at the end."""
+    """One all-reduce after the backward passes."""
 
     def finish(self) -> None:
-        """Zeros where a parameter has no gradient, means, and sums of what is partial."""
+        """Fill missing gradients with zeros, average all, and sum partial ones."""
         fill_missing_gradients(self.trainable)
         for axis, held in by_axis(self.trainable, self.placements, "average_over"):
             average_gradients(held, axis)
-        add_partial_gradients(self.trainable, self.placements)          # last: of an all-reduce all ranks have the same bits
+        add_partial_gradients(self.trainable, self.placements)          # last: an all-reduce gives all ranks the same bits
 
 
 class NoSync(GradientSync):
-    """No averaging: there is one data-parallel rank, or their gradients stay different."""
+    """No averaging: for one data-parallel rank, or to let the ranks' gradients differ."""
 
     def finish(self) -> None:
-        """Zeros where a parameter has no gradient, and sums of what is partial."""
+        """Fill missing gradients with zeros and sum partial ones."""
         fill_missing_gradients(self.trainable)
         add_partial_gradients(self.trainable, self.placements)
 
 
 class DDP(GradientSync):
-    """PyTorch's, with its buckets as gradients. The model's forward pass goes through it."""
+    """PyTorch's DistributedDataParallel, with views of its buckets as gradients. The forward pass goes through it."""
 
     def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
         super().__init__(model, placements, bucket_mb, low)
@@ -147,12 +148,12 @@ class DDP(GradientSync):
         self.microbatches_left = 1
 
     def trained(self, model: Model) -> Model:
-        """The model whose forward pass goes through DDP's."""
+        """The model, with its forward pass routed through DDP."""
         return cast(Model, ThroughDDP(model, self._forward))
 
     def begin(self, num_microbatches: int) -> None:
-        """Forget gradients. Of so many forward passes that have a gradient, DDP communicates in the last one's backward; so there
-        must be no more and no fewer."""
+        """Drop gradients. DDP communicates in the backward of the last of `num_microbatches` forward passes with gradient; the
+        step must run exactly that many."""
         super().begin(num_microbatches)
         self.microbatches_left = num_microbatches
 
@@ -162,8 +163,8 @@ class DDP(GradientSync):
         return self.ddp(*inputs)
 
     def finish(self) -> None:
-        """Sums of what is partial; DDP has averaged in the last backward pass. Raises `CourseError` if that gave a member no
-        gradient."""
+        """Sum partial gradients; DDP has averaged in the last backward pass. Raises `CourseError` if a parameter got no gradient
+        there."""
         try:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
@@ -174,7 +175,7 @@ class DDP(GradientSync):
 
 
 class ThroughDDP:
-    """A model whose forward pass in training goes through DistributedDataParallel; all else is the model's own."""
+    """A model that calls its forward pass through DistributedDataParallel; everything else is the model's own."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]):
         self.model, self.forward = model, forward
@@ -266,8 +267,8 @@ class Bucketed(GradientSync):
 
 
 def gradient_hook(there: weakref.ref[Bucketed], number: int, index: int) -> Callable[[Tensor], None]:
-    """What a parameter does when its gradient has come. It holds neither buckets nor parameters: Python's garbage collector does
-    not see through a parameter's hooks, and no model of a notebook would ever be freed."""
+    """The hook for a parameter's new gradient. It holds neither buckets nor parameters: Python's garbage collector does not
+    see through a parameter's hooks, so a notebook's models would never be freed."""
     def run(parameter: Tensor) -> None:
         ddp = there()
         if ddp is not None:
@@ -286,7 +287,7 @@ def gradient_ready(ddp: Bucketed, bucket: Bucket, index: int) -> None:
 
 
 def reduce_partial(bucket: Bucket, parts: Axis) -> None:
-    """The sum of a bucket's means, (numel,), over the axis whose ranks have parts of them, in place; it waits."""
+    """Sum a bucket's means, (numel,), in place over the axis whose ranks hold partial sums, and wait."""
     dist.all_reduce(bucket.result, group=parts.group)
 
 
@@ -302,12 +303,12 @@ def finish_mean(bucket: Bucket, axis: Axis) -> None:
 
 
 def mean_op(x: Tensor) -> dist.ReduceOp:
-    """What a collective on such a tensor, of any shape, does on the way to a mean: NCCL can average, gloo only add."""
+    """The reduction for a mean of tensors like x, of any shape: NCCL can average, gloo only sum."""
     return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]  # the stub says RedOpType
 
 
 def divide_by_size(x: Tensor, axis: Axis) -> None:
-    """What is left to do then, in place: after gloo's sum, x over the axis's size."""
+    """Complete a mean in place: divide gloo's sum by the axis size; NCCL has already averaged."""
     if not x.is_cuda:
         x /= axis.size
 

@@ -1,13 +1,13 @@
-"""16-bit weights on one data-parallel rank, and their float32 values, the *master weights*, in the optimizer, as in Megatron-LM.
+"""16-bit weights on a single data-parallel rank, with float32 *master weights* in the optimizer, as in Megatron-LM.
 
-Autocast reads a linear's float32 weight and writes the 16 bits that the matmul multiplies, in every forward pass; backward it
-casts the weight's gradient the other way. Here the weight is in 16 bits, and its gradient stays as the matmul has written it.
-Fused Adam (`course/ops/fused_adam.py`) reads that, updates the master, and writes the weight in the same pass. Of each number
-14 bytes fewer move: 6 of the cast, 6 of the gradient's, 2 of the norm; Adam itself reads two fewer and writes two more. Training
-is the same to the bit.
+In every forward pass autocast reads a linear's float32 weight and writes the 16-bit copy for the matmul; in the backward pass
+it casts the weight's gradient back. Here the weight has 16 bits, and its gradient stays as the matmul wrote it. Fused Adam
+(`course/ops/fused_adam.py`) reads that gradient, updates the master, and writes the weight in the same pass. This moves 14
+bytes less per weight: 6 for the cast, 6 for the gradient's cast, 2 for the norm; Adam itself reads 2 fewer and writes 2 more.
+Training is identical to the bit.
 
-Of several backward passes in a step (micro-batches) the gradients are added up in float32, as they come: the first moves 6 bytes
-fewer, each other 14, Adam writes 2 more; and all that a pipeline has under way share one copy.
+With several micro-batches in a step, the gradients are summed in float32 as they arrive. The first backward pass then moves 6
+bytes less, each other one 14, and Adam writes 2 more. All micro-batches in flight in a pipeline share one 16-bit copy.
 `course/parallel/data_parallel/zero1.py` does the same over ranks, in buckets.
 """
 
@@ -21,13 +21,13 @@ from course.parallel.data_parallel.gradients import NoSync, fill_missing_gradien
 from course.parallel.data_parallel.zero1 import castable_weights
 from course.parallel.placement import Placements
 
-AS_IT_IS = hasattr(torch.Tensor, "grad_dtype")      # whether a parameter may have a gradient in another format, in this PyTorch
+AS_IT_IS = hasattr(torch.Tensor, "grad_dtype")      # whether this PyTorch lets a gradient have another dtype than its parameter
 
 
 class MasterWeights(NoSync):
-    """No averaging; `optimizer_parameters` are masters in the place of the weights that are in 16 bits.
+    """No averaging; `optimizer_parameters` holds float32 masters in place of the 16-bit weights.
 
-    low: the 16 bits of the matmuls. `copies`: of each master the model's weight, which the optimizer has to keep equal.
+    low: the 16-bit dtype of the matmuls. `copies`: master -> the model's weight, which the optimizer keeps equal.
     """
 
     def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
@@ -39,40 +39,40 @@ class MasterWeights(NoSync):
             placements[master] = placements[copy]
             copy.data = master.to(low)
             if AS_IT_IS:
-                master.grad_dtype = None            # any
+                master.grad_dtype = None            # any dtype
             copy.register_post_accumulate_grad_hook(accumulation_hook(weakref.ref(self), weakref.ref(master)))
         of = {copy: master for master, copy in self.copies.items()}
         self.optimizer_parameters = [of.get(p, p) for p in self.optimizer_parameters]
         self.trainable = [p for p in self.trainable if p not in of]
 
     def begin(self, num_microbatches: int) -> None:
-        """Forget gradients. Of one pass a copy's gradient stays in 16 bits; of several the master adds them up, in float32."""
+        """Drop gradients. One backward pass leaves a copy's gradient in 16 bits; the master sums several, in float32."""
         super().begin(num_microbatches)
         self.num_microbatches = num_microbatches
 
     def finish(self) -> None:
-        """Complete the gradients, and hand those of the copies to their masters."""
+        """Complete the gradients, and hand the copies' gradients to their masters."""
         super().finish()
         for master, copy in self.copies.items():
-            if master.grad is None:                 # of one pass, or none
+            if master.grad is None:                 # one pass, or no gradient
                 fill_missing_gradients([copy])
                 assert copy.grad is not None
                 master.grad, copy.grad = copy.grad if AS_IT_IS else copy.grad.float(), None
 
     def clear(self) -> None:
-        """Forget the gradients of members, masters and copies."""
+        """Drop the gradients of parameters, masters and copies."""
         super().clear()
         for master, copy in self.copies.items():
             master.grad = copy.grad = None
 
     def full_master_weights(self) -> dict[nn.Parameter, Tensor]:
-        """The model's 16-bit weight -> its float32 master, of the same shape: a view that the optimizer goes on changing."""
+        """The model's 16-bit weight -> its float32 master, of the same shape: a view that the optimizer keeps changing."""
         return {copy: master.detach() for master, copy in self.copies.items()}
 
 
 def accumulation_hook(there: weakref.ref[MasterWeights], of: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
-    """What a copy does when a backward pass has written its gradient: of several passes the master adds them up. It holds neither
-    of them, as `data.hook` does not."""
+    """The hook for a copy's new gradient: with several micro-batches, add it to the master's. It holds only weak references, as
+    `gradient_hook` does."""
     def run(copy: Tensor) -> None:
         gradients, master = there(), of()
         if gradients is None or master is None or gradients.num_microbatches == 1 or copy.grad is None:

@@ -1,16 +1,16 @@
-"""ZeRO-1: every data-parallel rank keeps the optimizer's states of its share of the parameters alone, and updates that.
+"""ZeRO-1: every data-parallel rank keeps optimizer states only for its share of the parameters, and updates only that share.
 
-    backward    reduce-scatter of the gradients, bucket by bucket, beside the backward pass: each rank gets the mean of its share
-    optimizer   on the share
-    forward     all-gather of the updated parameters, bucket by bucket, beside the forward pass, which waits where it needs one
+    backward    reduce-scatter the gradients, bucket by bucket, beside the backward pass: each rank gets the mean of its share
+    optimizer   update the share
+    forward     all-gather the updated parameters, bucket by bucket, beside the forward pass, which waits where it needs one
 
-The bytes that move are those of an all-reduce, which is a reduce-scatter and an all-gather (Rajbhandari et al. 2020,
-arXiv:1910.02054, section 5.1 and 7).
+This moves as many bytes as an all-reduce, which is a reduce-scatter and an all-gather (Rajbhandari et al. 2020,
+arXiv:1910.02054, sections 5.1 and 7).
 
-With 16-bit matmuls each rank keeps the float32 values, the *master weights*, of its share alone. What it computes with is a
-16-bit copy of the linears' weights, the cast that autocast would make in every forward pass: so training is the same to the bit,
-a parameter takes two bytes less on every rank, and half as many bytes are gathered. Norms, biases and embeddings, which autocast
-leaves alone, stay in float32.
+With 16-bit matmuls each rank keeps float32 *master weights* for its share only. It computes with 16-bit copies of the linears'
+weights, the cast that autocast would make in every forward pass: so training is identical to the bit. Such a weight takes two
+bytes less on every rank, and its all-gather moves half as many bytes. Norms, biases and embeddings, which autocast leaves alone,
+stay in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +29,15 @@ from course.parallel.placement import Placements, owned_by_first
 
 
 class ShardedBucket(Bucket):
-    """A bucket of gradients, and the parameters themselves laid end to end in the same order, of which one share is mine.
+    """A bucket of gradients, and its parameters laid end to end in the same order. This rank owns one share of both.
 
-    masters: the parameters' values in float32 where they themselves are in 16 bits.
+    masters: the float32 values of parameters that are in 16 bits.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, masters: Mapping[nn.Parameter, Tensor]):
         super().__init__(parameters, axis, multiple=axis.size)
         self.narrow = parameters[0] in masters
-        if self.narrow:                             # gradients are added up in float32
+        if self.narrow:                             # gradients are summed in float32
             self.flat = self.flat.float()
             self.views = self.cut(self.flat)
         wide = torch.zeros_like(self.flat)
@@ -51,11 +51,11 @@ class ShardedBucket(Bucket):
         self.master = wide[self.mine].clone() if self.narrow else wide[self.mine]       # what the optimizer updates
         self.result = self.flat.new_zeros(share)
         self.num_microbatches = 0                   # backward passes of a step
-        self.coming: Any = None                     # the all-gather that is under way
+        self.coming: Any = None                     # the all-gather in flight
         self.segments: list[tuple[nn.Parameter, Tensor]] = []
 
     def place_segments(self, placements: Placements) -> None:
-        """The parts of parameters in my share, as what the optimizer updates, each with its gradient; both are views."""
+        """Make the segments that the optimizer updates: each parameter's part in this rank's share and its gradient, as views."""
         start = 0
         for parameter in self.parameters:
             low, high = max(start, self.mine.start), min(start + parameter.numel(), self.mine.stop)
@@ -67,7 +67,7 @@ class ShardedBucket(Bucket):
             start += parameter.numel()
 
     def take(self, index: int) -> None:
-        """A gradient in 16 bits is added to what the bucket has of this step; others move into it, as ever."""
+        """Add a 16-bit gradient to this step's sum in the bucket; other gradients move in as in `Bucket`."""
         if not self.narrow:
             super().take(index)
             return
@@ -80,8 +80,8 @@ class ShardedBucket(Bucket):
             view.zero_()
 
     def gather(self) -> None:
-        """Begin to gather the shares, as the optimizer has left them."""
-        share = self.weights[self.mine]             # NCCL gathers in place, gloo wants another place
+        """Begin the all-gather of the updated shares."""
+        share = self.weights[self.mine]             # NCCL gathers in place, gloo needs other memory
         if self.narrow:
             share.copy_(self.master)
         if self.axis.size == 1:
@@ -168,10 +168,10 @@ class ZeRO1(Bucketed):
 
 
 def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parameter]:
-    """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
+    """The parameters that autocast casts in every use: weights of linears that nothing else uses.
 
-    Without those whose gradient is completed in float32: other ranks have a part of it, or the model adds it up (`float32_sums`).
-    And without frozen ones, which are nobody's share: their values would be lost.
+    Excluded are weights whose gradient is completed in float32: other ranks have a part of it, or the model sums it itself
+    (`float32_sums`). Frozen ones are excluded too: they are in no rank's share, so their float32 values would be lost.
     """
     held = [(p, name == "weight" and isinstance(module, Linear)) for module in model.modules()
             for name, p in module.named_parameters(recurse=False)]
@@ -181,20 +181,20 @@ def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parame
 
 
 def self_summing_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of which a model says, in `float32_sums`, that it adds up their gradients itself."""
+    """The parameters whose gradients the model sums itself, as its `float32_sums` says."""
     named = model.float32_sums if isinstance(model, Model) else ()
     return {p for name, p in model.named_parameters(remove_duplicate=False) if name in named}
 
 
 def forward_units(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are computed one after another: each of its blocks, and what comes before and after them."""
+    """The parts of a model that run one after another: each of its blocks, and the modules before and after them."""
     blocks = dict(model.named_children()).get("blocks", nn.ModuleDict())
     return [*blocks.children(), *(child for child in model.children() if child is not blocks)]
 
 
-@mappings.uncompiled                                 # whether something is under way is not for a compiled graph to remember
+@mappings.uncompiled                                 # a compiled graph must not remember whether a gather is in flight
 def wait_for_gather(buckets: Sequence[ShardedBucket]) -> None:
-    """Let what is computed from now on see the gathered parameters."""
+    """Make all later computation wait for the gathered parameters."""
     for bucket in buckets:
         if bucket.coming is not None:
             bucket.coming.wait()

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each rank holds some of the blocks, and micro-batches pass from rank to rank.
 
-`split_stages` cuts the model, `Pipeline` runs a schedule of forward and backward passes
-(`course/parallel/pipeline_parallel/schedules.py`) and sends what goes between them: activations forward, their gradients back.
-Nothing here synchronizes with the device.
+`split_stages` cuts the model. `Pipeline` runs a schedule of forward and backward passes
+(`course/parallel/pipeline_parallel/schedules.py`) and sends the messages between them: activations forward, gradients back.
+After the preparation of the first pass, nothing here synchronizes with the device.
 """
 
 import copy
@@ -22,16 +22,16 @@ from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
 Tensors = tuple[Tensor, ...]
-Wire = tuple[int, int, str]                         # from which stage's rank to which, "F" or "B"
-Forward = Callable[[int, int, Any], Any]            # (chunk, micro-batch, what the stage before put out) -> what this one does
+Wire = tuple[int, int, str]                         # sender and receiver, ranks along pp; "F" or "B"
+Forward = Callable[[int, int, Any], Any]            # (chunk, micro-batch, previous stage's output) -> this stage's output
 
 
 def split_stages(model: Model, placements: Placements, mesh: Mesh, chunks: int) -> tuple[Model, ...]:
-    """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
+    """Keep this rank's share of the blocks, with the embedding on the first stage and the head on the last.
 
-    Returns models of this rank's stages one by one, which share its modules. Blocks are shared out as `tensor_split` does; the
-    depth need not divide. A module without parameters beside these three is on every stage. Raises `CourseError` where a stage
-    would have no block, and for parameters that are not on one stage (`check_stages`).
+    Returns a model for each of this rank's stages; they share its modules. Blocks are distributed as by `torch.tensor_split`,
+    so the stages need not divide the depth. A module beside these three, without parameters, is on every stage. Raises
+    `CourseError` if a stage would have no block, and for parameters that are not on one stage (`check_stages`).
     """
     pp = mesh.pp
     names, stages = list(model.blocks), pp.size * chunks
@@ -50,21 +50,21 @@ def split_stages(model: Model, placements: Placements, mesh: Mesh, chunks: int) 
     if tied:
         tie_ends(placements, tied, mesh)
     for parameter in placements.keys() - set(model.parameters()):
-        del placements[parameter]                   # of other stages
+        del placements[parameter]                   # on other stages
     return parts
 
 
 def check_stages(model: nn.Module, placements: Placements, shares: list[list[str]]) -> None:
-    """Raise `CourseError` for a parameter that belongs to no stage, or to several: every rank would train a copy of its own.
+    """Raise `CourseError` for a parameter that belongs to no stage, or to several: every rank would train its own copy.
 
-    shares: the blocks of each stage. Embedding and head alone may share theirs (`tie_ends`).
+    shares: the blocks of each stage. Only embedding and head may share parameters across stages (`tie_ends`).
     """
     parts = [(stage, f"blocks.{name}") for stage, share in enumerate(shares) for name in share]
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name.partition(".")[0] not in ("embed", "blocks", "head"):
             raise CourseError(f"{name} is in none of model.embed, model.blocks and model.head, which parallel.pp shares out: "
                               "move it into one of them, or use parallel.pp=1")
-    holders: dict[str, tuple[int, str]] = {}        # of each parameter: the first stage that has it, and where there
+    holders: dict[str, tuple[int, str]] = {}        # parameter -> the first stage that has it, and its part of the model
     for stage, part in [(0, "embed"), *parts, (len(shares) - 1, "head")]:
         for parameter in model.get_submodule(part).parameters():
             name = placements[parameter].name
@@ -76,7 +76,7 @@ def check_stages(model: nn.Module, placements: Placements, shares: list[list[str
 
 
 def part_of(model: Model, names: list[str], first: bool, last: bool) -> Model:
-    """A model of some of the blocks; the modules are the same objects."""
+    """A model with some of the blocks; its modules are the same objects."""
     part = copy.copy(model)
     part._modules = dict(model._modules)
     part.blocks = nn.ModuleDict({name: model.blocks[name] for name in names})
@@ -87,7 +87,7 @@ def part_of(model: Model, names: list[str], first: bool, last: bool) -> Model:
 
 @dataclass(frozen=True)
 class Message:
-    """What a stage puts out for one sample: of each tensor the shape, the format, and whether it has a gradient."""
+    """A stage's output for one sample: each tensor's shape and dtype, and whether it has a gradient."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -96,7 +96,7 @@ class Message:
 
     @classmethod
     def of(cls, out: Stream, samples: int) -> "Message":
-        """That of an output; raises `CourseError` if it is not of one, or several, tensors whose dim 0 is the sample."""
+        """Describe an output. Raises `CourseError` unless it is one or several tensors with the sample as dim 0."""
         parts = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         for x in parts:
             if not isinstance(x, Tensor) or x.shape[:1] != (samples,):
@@ -108,36 +108,36 @@ class Message:
                    tuple(x.requires_grad for x in parts), isinstance(out, Tensor))
 
     def empty(self, samples: int, device: torch.device, kind: str = "F") -> list[Tensor]:
-        """Room for a message of activations ("F"), or for the gradients of those that have one ("B")."""
+        """Buffers for a message of activations ("F"), or for the gradients of those that have one ("B")."""
         return [torch.empty(samples, *shape, dtype=dtype, device=device)
                 for shape, dtype, grad in zip(self.shapes, self.dtypes, self.grads, strict=True) if kind == "F" or grad]
 
 
 class Pipeline:
-    """The stages of this rank and its wires to its neighbours.
+    """Runs this rank's stages and exchanges messages with its neighbors along pp.
 
-    A stage but the last puts out a tensor or a tuple of tensors, whose dim 0 is the sample: a table that is of no sample is
-    computed by each stage. The next one need not use all of them; what it leaves has a gradient of zeros.
+    Every stage but the last returns a tensor or a tuple of tensors with the sample as dim 0. A table that belongs to no sample
+    must be computed by each stage. The next stage need not use all tensors; an unused one has a gradient of zeros.
 
-    Each wire has a group of its own, so that what is sent on one does not wait for what is awaited on another (NCCL
-    does the calls of a group one after the other).
+    Each wire has its own process group, because NCCL runs the calls of one group one after another: a send on one wire must not
+    wait for a receive on another.
 
-    A message is asked for when the pass before it is done, not before that pass, beside which it could arrive: NCCL's kernel
-    that waits for it takes multiprocessors from the pass. Steps took up to 11% longer (results/pp_h200.json, "receives").
+    A receive is posted after the pass before it. Posted earlier, the message could arrive during that pass, but NCCL's waiting
+    kernel would take multiprocessors from it: steps took up to 11% longer (results/pp_h200.json, "receives").
     """
 
     def __init__(self, mesh: Mesh, schedule: str, chunks: int):
         self.pp, self.chunks, self.device = mesh.pp, chunks, mesh.world.device
         self.schedule = schedule
         self.wires = make_wires(mesh, chunks)
-        self.messages: dict[int, Message] = {}      # by the stage that puts it out
+        self.messages: dict[int, Message] = {}      # by the stage that returns it
         self.under_way: list[tuple[dist.Work, Tensor]] = []
-        self.rehearsal: Callable[[], AbstractContextManager] = nullcontext      # what is around passes that are no training
+        self.rehearsal: Callable[[], AbstractContextManager] = nullcontext      # the context of passes that do not train
 
     def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
-        """Forward and backward of every micro-batch; the last stage's `forward` returns the scalar to differentiate.
+        """Run forward and backward of every micro-batch; the last stage's `forward` returns the scalar to differentiate.
 
-        samples: how many each micro-batch has. Returns these scalars, on other stages nothing.
+        samples: the number in each micro-batch. Returns these scalars, on other stages an empty list.
         """
         passes = passes_of(self.schedule, self.pp.size, self.pp.rank, len(samples), self.chunks)
         if not self.messages:
@@ -157,14 +157,14 @@ class Pipeline:
                 x, out = kept.pop((work.chunk, work.micro))
                 torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
                 self._send(work, [gradient(part) for part in as_tuple(x) if part.requires_grad])
-            if after is not None:                                   # only now: beside this pass it would cost more than it hides
+            if after is not None:                                   # only now: beside the pass it would cost more than it hides
                 coming = self._receive(after, samples)
         self._finish()
         return losses
 
     @torch.no_grad()
     def infer(self, forward: Forward, samples: int) -> Stream | None:
-        """One forward pass through all stages; the last one's output, None on the others."""
+        """Run one forward pass through all stages. Returns the output on the last rank, None on the others."""
         if not self.messages:
             with torch.enable_grad():
                 self._agree(forward, samples, 1)
@@ -177,10 +177,10 @@ class Pipeline:
         return out if self.pp.rank == self.pp.size - 1 else None
 
     def _agree(self, forward: Forward, samples: int, memory: int) -> None:
-        """Once, before the first pass: every stage learns what the others put out, from forward passes of zeros.
+        """Once, before the first pass: run forward passes on zeros, from which every stage learns the others' output shapes.
 
-        They also make the allocator fetch the `memory` of so many activations of each chunk. Otherwise it would do so in the
-        first step, and on a GPU fetching memory waits for the messages under way, among them those that wait for this rank.
+        On a GPU they also make the allocator reserve memory for `memory` activations of each chunk. Allocating in the first step
+        would wait for the messages in flight, and some of these wait for this rank.
         """
         kept = []
         for stage in range(self.pp.size * self.chunks):
@@ -192,7 +192,7 @@ class Pipeline:
                     given = self.messages[stage - 1].empty(samples, self.device) if stage else []
                     with self.rehearsal():
                         kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
-                if stage < self.pp.size * self.chunks - 1:          # what the last one puts out is sent to nobody
+                if stage < self.pp.size * self.chunks - 1:          # nobody receives the last one's output
                     found = [Message.of(kept[-1], samples)]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
             if found[0] is not None:
@@ -211,7 +211,7 @@ class Pipeline:
         return work.chunk * self.pp.size + self.pp.rank
 
     def _receive(self, work: Pass, samples: Sequence[int]) -> tuple[list[dist.Work], list[Tensor]]:
-        """Begin to receive what a pass needs from another stage: what to wait for, and where it comes."""
+        """Begin to receive what a pass needs from another stage. Returns what to wait for, and the buffers."""
         source = before(work, self.pp.rank, self.pp.size, self.chunks)
         if source is None:
             return [], []
@@ -245,19 +245,19 @@ def as_tuple(x: Stream | None) -> Tensors:
 
 
 def gradient(x: Tensor) -> Tensor:
-    """The gradient of what a stage was given; zeros of what it did not use."""
+    """The gradient of a stage's input; zeros if the stage did not use it."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def arrive(works: list[dist.Work], parts: list[Tensor]) -> list[Tensor]:
-    """The parts, when they are there."""
+    """Wait for the parts and return them."""
     for work in works:
         work.wait()
     return parts
 
 
 def make_wires(mesh: Mesh, chunks: int) -> dict[Wire, dist.ProcessGroup]:
-    """A group of two for every wire of this rank, by (from, to, kind). All ranks make all groups, in the same order."""
+    """A two-rank group for every wire of this rank, by (from, to, kind). All ranks make all groups, in the same order."""
     size, mine = mesh.pp.size, {}
     pairs = [(rank, (rank + 1) % size) for rank in range(size if chunks > 1 else size - 1)]     # the last leads back to chunk 1
     for line in mesh.lines("pp"):

@@ -1,15 +1,15 @@
-"""In which order a pipeline's stage does its work: lists of forward and backward passes, and the clock time they take.
+"""Pipeline schedules: each rank's order of forward and backward passes, and when they run.
 
-A schedule is, for each rank, a list of `Pass(kind, chunk, micro)`. A rank has one chunk of layers, or, interleaved, several:
-chunk c of rank r is stage c·p + r of p·v. A pass starts when the rank is free and its input is there: activations from
-the stage before for "F", gradients from the stage behind for "B" (and the own forward pass).
+A schedule is, for each rank, a list of `Pass(kind, chunk, micro)`. A rank has one chunk of layers or, interleaved, v of them:
+chunk c of rank r is stage c·p + r of p·v. A pass starts when the rank is free and its input has arrived: activations from the
+previous stage for "F", gradients from the next stage for "B". A "B" also needs its own forward pass.
 
     gpipe        all forward, then all backward: activations of all micro-batches are alive (Huang et al. 2018, arXiv:1811.06965)
-    1f1b         as few forward passes ahead as keep the others busy: of p - r micro-batches (Narayanan et al. 2021,
-                 arXiv:2104.04473, section 2.2)
-    interleaved  1f1b over v chunks a rank: v times smaller steps, so a v times smaller bubble, and v times more messages
+    1f1b         as few forward passes ahead as keep the others busy: activations of up to p - r micro-batches are alive on rank r
+                 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)
+    interleaved  1f1b over v chunks per rank: v times shorter passes, so a v times smaller bubble, and v times more messages
 
-The bubble, idle time over total, is (p - 1) / (p - 1 + v·m) for m micro-batches, of interleaved if p divides m.
+The bubble, idle over total time, is (p - 1) / (p - 1 + v·m) for m micro-batches; for interleaved only if p divides m.
 """
 
 from collections.abc import Mapping
@@ -59,16 +59,16 @@ def alternate(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pas
 
 
 def passes_of(name: str, p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
-    """The passes of a rank in the schedule of this name. Raises `CourseError` for too few micro-batches to interleave."""
+    """The passes of a rank in the named schedule. Raises `CourseError` if there are too few micro-batches to interleave."""
     if name == "interleaved" and m < p:
         raise CourseError(f"parallel.schedule=interleaved needs as many micro-batches as parallel.pp={p}, and there are {m}: "
                           "choose a smaller train.micro_batch, or parallel.schedule=1f1b")
-    schedules = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}      # as they are now
+    schedules = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}      # looked up at each call
     return schedules[name](p, rank, m, v)
 
 
 def bubble(p: int, m: int, v: int = 1) -> float:
-    """The share of its time that a rank is idle, in theory."""
+    """The theoretical share of time that a rank is idle."""
     return (p - 1) / (p - 1 + v * m)
 
 
@@ -86,7 +86,7 @@ def after(work: Pass, rank: int, p: int, v: int) -> int | None:
 
 
 def crossed(schedule: list[list[Pass]], v: int = 1) -> int:
-    """How many messages are awaited in another order than they are sent in; a wire does not know which one is meant."""
+    """How many messages are received in another order than they are sent; a wire cannot tell them apart."""
     p = len(schedule)
     sent: dict[tuple[int, int, str], list[Pass]] = {}
     awaited: dict[tuple[int, int, str], list[Pass]] = {}
@@ -130,14 +130,14 @@ def timeline(schedule: list[list[Pass]], v: int = 1, forward: float = 1.0, backw
 
 
 def idle_share(when: Mapping[tuple[int, Pass], tuple[float, float]], p: int) -> float:
-    """The share of the whole time, from the first pass to the last, that the ranks are idle on average."""
+    """The average share of the total time, from the first pass to the last, that the ranks are idle."""
     total = max(end for _, end in when.values())
     busy = sum(end - start for start, end in when.values())
     return 1 - busy / (p * total)
 
 
 def alive(passes: list[Pass]) -> int:
-    """The most forward passes that wait for their backward pass at one time, whose activations a rank must keep."""
+    """The most forward passes that wait for their backward pass at one time; a rank must keep their activations."""
     counts, now = [0], 0
     for work in passes:
         now += 1 if work.kind == "F" else -1

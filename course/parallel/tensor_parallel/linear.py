@@ -1,11 +1,11 @@
-"""Tensor parallelism: the weights of a block cut over an axis, so that attention and MLP each need one all-reduce.
+"""Tensor parallelism: cut a block's weights over an axis, so that attention and MLP each need one all-reduce.
 
-A *column* linear has a part of the output features on each rank, heads or hidden units; a *row* linear takes
-that part as its input and adds the partial products up (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A *gathered* one
-has a part of the output features, too, and then all: it cuts weights, not what comes of them.
-Which linear is which is data on the model's class, `tensor_plan`; a vocabulary is cut as `vocabulary.py` says.
+A *column* linear computes a part of the output features on each rank, heads or hidden units. A *row* linear takes that part as
+its input and sums the partial products over the ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A *gathered* linear
+also computes a part of the output features, then gathers all of them: only its weights are cut.
+The model's class says which linear is which, in `tensor_plan`. `vocabulary.py` cuts a vocabulary.
 
-A linear stays the module that it is: surgery cuts its parameters, and puts what ranks exchange into its slot `communication`.
+A linear stays the same module: surgery cuts its parameters, and puts the ranks' communication into its slot `communication`.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,7 @@ from course.utils.errors import CourseError
 
 
 class TensorParallel(Communication):
-    """What ranks of an axis exchange around a linear of which each has a part. tokens: with sequence parallelism, how they are
-    cut."""
+    """The communication around a linear that is cut over an axis. tokens: with sequence parallelism, how tokens are cut."""
 
     def __init__(self, axis: Axis, tokens: SplitTokens | None = None):
         self.axis, self.tokens = axis, tokens
@@ -66,14 +65,14 @@ class RowParallel(TensorParallel):
 
 
 class RowParallelNoBias(RowParallel):
-    """y = x W', a row linear that has no bias."""
+    """y = x W', a row linear without a bias."""
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return leave_region(multiply(x, weight), self.axis, self.tokens)                # (B, T, D) or (B, T / tp, D)
 
 
 class RowParallelFirstBias(RowParallel):
-    """A row linear whose bias has its gradient from elsewhere: in the first rank's product it costs nothing."""
+    """A row linear whose bias gradient is computed elsewhere: the first rank's product adds the bias, at no cost."""
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:          # (B, T, F / tp)
         part = multiply(x, weight, None if self.axis.rank else bias)                    # (B, T, D)
@@ -81,7 +80,7 @@ class RowParallelFirstBias(RowParallel):
 
 
 class OverlappedColumn(ColumnParallel):
-    """A column linear with sequence parallelism, which communicates beside its products (`overlapped_linear.py`)."""
+    """A column linear with sequence parallelism that communicates beside its matmuls (`overlapped_linear.py`)."""
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self.tokens is not None
@@ -89,7 +88,7 @@ class OverlappedColumn(ColumnParallel):
 
 
 class OverlappedRow(RowParallel):
-    """A row linear, likewise. The bias, whose gradient is of this rank's tokens, may be missing."""
+    """The row linear of the same kind. The bias may be missing; its gradient is the one of this rank's tokens."""
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self.tokens is not None
@@ -97,19 +96,19 @@ class OverlappedRow(RowParallel):
 
 
 class GatheredColumn(ColumnParallel):
-    """y = x W' + b with the output features cut, and gathered: for a small y that all ranks need whole, such as DiT's modulation,
-    with the weights of a third of the model."""
+    """y = x W' + b with the output features cut, then gathered: for a small y that all ranks need whole, such as DiT's
+    modulation, whose weights are a third of the model."""
 
     def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:          # (B, D) -> (B, F)
-        if self.tokens is not None:                 # y's gradient is a part, of this rank's tokens; x's will be one, too
+        if self.tokens is not None:                 # y's gradient is partial, of this rank's tokens; x's will be partial, too
             y = mappings.gather(multiply(x, weight, bias), -1, self.axis)
         else:
             y = mappings.collect(multiply(mappings.copy(x, self.axis), weight, bias), -1, self.axis)
-        return y.contiguous()                       # a dim that is gathered is the outermost in memory
+        return y.contiguous()                       # the gathered dim is the outermost in memory
 
 
 def communication(style: str, axis: Axis, tokens: SplitTokens | None, bias: bool) -> Communication:
-    """What a linear of a style that a model's `tensor_plan` names exchanges. A head's logits stay in parts: nothing."""
+    """The communication of a linear of a `tensor_plan` style. A vocabulary head needs none: its logits stay in parts."""
     overlapped = tokens is not None and tokens.overlap != "none"
     if style == "column":
         return (OverlappedColumn if overlapped else ColumnParallel)(axis, tokens)
@@ -129,17 +128,17 @@ def cut_dims(style: str, rows: Sequence[int]) -> tuple[int, int | None]:
 
 
 def apply_tensor_parallel(model: Model, placements: Placements, axis: Axis, tokens: SplitTokens | None = None) -> None:
-    """Cut the linears and embeddings that the model's `tensor_plan` names; all else is whole on every rank of the axis.
+    """Cut the linears and embeddings named in the model's `tensor_plan`; all else stays whole on every rank of the axis.
 
-    tokens: with sequence parallelism, how they are cut between those linears.
+    tokens: with sequence parallelism, how tokens are cut between those linears. Takes a model on the meta device.
 
-    Takes a model on the meta device. Raises `CourseError` where heads, hidden units or the vocabulary are not divisible by the
-    size of the axis, where two uses of one weight would be cut differently, and where the plan does not fit the model.
+    Raises `CourseError` if the axis size does not divide the heads, hidden units or vocabulary, if two uses of one weight would
+    be cut differently, or if the plan does not fit the model.
     """
     if axis.size == 1:
         return
     check_plan(model, sp=tokens is not None)
-    done: dict[nn.Module, nn.Module] = {}                               # one that several modules share stays one
+    done: dict[nn.Module, nn.Module] = {}                               # a shared module stays shared
     styles: dict[nn.Module, str] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         style = planned_style(model, name)
@@ -157,13 +156,13 @@ def apply_tensor_parallel(model: Model, placements: Placements, axis: Axis, toke
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if placements[parameter].axis is not None and module not in planned:
-                raise two_parts(placements[parameter].name)             # of which this use needs the whole
+                raise two_parts(placements[parameter].name)             # this use needs it whole
     owned_by_first(placements, model.parameters(), axis)
 
 
 def cut_module(placements: Placements, module: nn.Linear | nn.Embedding, style: str, axis: Axis,
                tokens: SplitTokens | None) -> nn.Module:
-    """The module in a style of the `tensor_plan`: the same linear with its parameters cut, or what looks tokens up."""
+    """Cut a module in a `tensor_plan` style. Returns the linear with its parameters cut, or a `VocabularyEmbedding`."""
     if isinstance(module, nn.Embedding):
         cut_vocabulary(placements, module.weight, axis)
         return VocabularyEmbedding(module, axis, tokens)
@@ -181,12 +180,12 @@ def cut_module(placements: Placements, module: nn.Linear | nn.Embedding, style: 
 
 
 def planned_style(model: Model, name: str) -> str | None:
-    """The style that the model's `tensor_plan` gives a module, by the end of its name."""
+    """The style that the model's `tensor_plan` gives a module, by the end of its name; None if it gives none."""
     return next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)
 
 
 def check_plan(model: Model, sp: bool) -> None:
-    """Raise `CourseError` if an entry of the `tensor_plan` fits nothing, or if what the entries need is missing in the model."""
+    """Raise `CourseError` if an entry of the `tensor_plan` fits no module, or if the model lacks what the entries need."""
     kind, plan = type(model).__name__, model.tensor_plan
     linears = {name: planned_style(model, name) for name, module in model.named_modules(remove_duplicate=False)
                if isinstance(module, (nn.Linear, nn.Embedding))}
@@ -207,7 +206,7 @@ def check_plan(model: Model, sp: bool) -> None:
 
 
 def neighboring_styles(name: str, linears: dict[str, str | None]) -> list[str | None]:
-    """The styles of the linears in the innermost module around the named one that has any."""
+    """The styles of the linears in the innermost module that encloses the named one and has any."""
     found: list[str | None] = []
     while name and not found:
         name = name.rpartition(".")[0]

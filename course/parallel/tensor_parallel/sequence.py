@@ -1,11 +1,11 @@
-"""Samples cut into pieces of tokens: over cp through the whole model, over tp between its linears (sequence parallelism).
+"""Cut samples by tokens: over cp throughout the model, over tp between its linears (sequence parallelism).
 
 Between a row linear and the next column linear, every tensor-parallel rank would compute the same norms, dropout and
-residual sums of the same tokens. With sequence parallelism each does that for its own piece of them: a column linear
-gathers the pieces, a row linear scatters its sum (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). The
+residual sums of the same tokens. With sequence parallelism each rank computes them for its own tokens: a column linear
+gathers all tokens, a row linear scatters its sum (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). The
 all-reduce that this replaces is a reduce-scatter and an all-gather, so the same bytes move.
 
-What is cut is data on the model's class, `token_plan`: "context" cuts over cp alone, "sequence" over cp and then tp.
+The model's class says what is cut, in `token_plan`: "context" cuts over cp alone, "sequence" over cp and then tp.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,42 +23,42 @@ from course.parallel.mesh import Axis
 from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
-PADDING = {"target": -1}                            # what tokens added at the end hold: a target that weighs nothing, else 0
+PADDING = {"target": -1}                            # values of padding tokens: a target that weighs nothing, else 0
 
 
 class WholeTokens:
-    """Which tokens of a sample are here: all."""
+    """This rank holds all tokens of a sample."""
 
     def cut(self, batch: Batch) -> Batch:
-        """A prepared batch, of which what has tokens keeps those that are here."""
+        """A prepared batch, cut to this rank's tokens."""
         return batch
 
     def whole(self, output: Tensor) -> Tensor:
-        """The output for all tokens, (B, T, ...), from that for those that are here."""
+        """The output for all tokens, (B, T, ...), from the output for this rank's tokens."""
         return output
 
 
 class SplitTokens(WholeTokens):
-    """The tokens of this rank. Uneven pieces are as `torch.tensor_split` cuts them.
+    """This rank holds some tokens of each sample. Uneven pieces are cut as by `torch.tensor_split`.
 
-    zigzag: each context-parallel rank has a piece from the front and one from the back, such that with causal
-    attention all have the same work: of 2·cp pieces, rank r has number r and number 2·cp - 1 - r. They must be
-    equal, so the tokens are padded at the end, where causal attention lets nobody see them.
+    zigzag: each context-parallel rank has a piece from the front and one from the back, so that with causal attention all
+    ranks have the same work. Of 2·cp pieces, rank r has number r and number 2·cp - 1 - r. The pieces must be equal, so the
+    tokens are padded at the end, where causal attention hides the padding.
     """
 
     def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: str = "none"):
         self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
         self.overlap = overlap                      # how the linears gather and scatter over tp
         self.symmetric = overlap == "symmetric"     # whether through each other's memory
-        self.causal_only = True                     # whether attention sees no token after its own, so no padding
+        self.causal_only = True                     # whether attention sees no later token, so no padding
         self.seq_len = 0                            # tokens of a sample, set by the batch that is cut
         self.local_len = 0                          # of these, on this context-parallel rank
 
     def cut(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch: of what `plan` names, (B, T, ...) -> (B, T / cp, ...), a "sequence"
-        (B, T / (cp * tp), ...); the rest as it is. T, which `lengths` and `order` are of from now on, is that of `position`.
+        """Cut the tensors that `plan` names to this rank's tokens: (B, T, ...) -> (B, T / cp, ...), or for "sequence"
+        (B, T / (cp * tp), ...). Others stay whole. T is the length of `position`; from now on `lengths` and `order` refer to it.
 
-        Raises `CourseError` for a tensor of other than T tokens, and where tokens must be padded that attention would see."""
+        Raises `CourseError` if a planned tensor does not have T tokens, or if attention would see the padding."""
         self.seq_len = batch["position"].shape[1]
         self.local_len = self.lengths()[self.cp.rank]
         for name, x in batch.items():
@@ -84,7 +84,7 @@ class SplitTokens(WholeTokens):
         return torch.cat([x, x.new_full((len(x), missing, *x.shape[2:]), value)], 1) if missing else x
 
     def order(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The positions of each context-parallel rank's tokens, in the order in which it has them."""
+        """The positions of each context-parallel rank's tokens, in the order in which it holds them."""
         if self.zigzag:
             return zigzag(self.seq_len + -self.seq_len % (2 * self.cp.size), self.cp.size, device)
         return torch.arange(self.seq_len, device=device).tensor_split(self.cp.size)
@@ -94,7 +94,7 @@ class SplitTokens(WholeTokens):
         return [len(piece) for piece in self.order(torch.device("cpu"))]
 
     def whole(self, output: Tensor) -> Tensor:
-        """The output of all ranks for all tokens, in order; without a gradient."""
+        """Gather the output for all tokens from all ranks, in order; without a gradient."""
         with torch.no_grad():
             if self.plan["target"] == "sequence":
                 output = mappings.gather(output, 1, self.tp, self.local_len)
@@ -124,9 +124,9 @@ class Permute(Function):
 
 
 def permute_tokens(x: Tensor, dim: int, order: Tensor) -> Tensor:
-    """x.index_select(dim, order) for an order that has every index once, such as (2, 0, 1): its gradient is copied.
+    """x.index_select(dim, order) for an order that has every index once, such as (2, 0, 1): its backward copies the gradient.
 
-    That of index_select, which may have an index twice, is added up, atomically on a GPU, one number after another.
+    The backward of index_select, where an index may occur twice, adds: on a GPU atomically, one number after another.
     """
     return Permute.apply(x, dim, order)
 
@@ -149,7 +149,8 @@ class SumOverSplitTokens(nn.Module):
 
 
 def split_tokens(model: Model, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
-    """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
+    """Return the cut of the model's `token_plan` over cp and tp, and put `SumOverSplitTokens` at the model's seams. An axis of
+    one rank cuts nothing."""
     plan: Mapping[str, str] = model.token_plan
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
     tokens.causal_only = all(module.causal for module in modules_at_seam(model, "attend").values())
@@ -159,12 +160,12 @@ def split_tokens(model: Model, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -
 
 
 def modules_at_seam(model: nn.Module, seam: str) -> dict[str, nn.Module]:
-    """The modules at the named seam, by name; one that stands in several places has several names."""
+    """The modules at the named seam, by name; a module in several places has several names."""
     return {name: module for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "seam", None) == seam}
 
 
 def replace_at_seam(model: nn.Module, seam: str, make: Callable[[Any], nn.Module]) -> None:
-    """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
+    """Replace every module at the named seam by `make(module)`; a module in several places is made once."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in modules_at_seam(model, seam).items():
         owner, _, leaf = name.rpartition(".")
@@ -174,19 +175,19 @@ def replace_at_seam(model: nn.Module, seam: str, make: Callable[[Any], nn.Module
 
 
 def require_seam(model: nn.Module, seam: str, why: str) -> None:
-    """Raise `CourseError` if no module is at the named seam; why: what would come of it, and what to do."""
+    """Raise `CourseError` if no module is at the named seam. why: the consequence, and what to do."""
     if not modules_at_seam(model, seam):
         raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
 
 
 def enter_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: # (B, T / tp, ...) -> (B, T, ...)
-    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism (`tokens` given) have to be
-    gathered; else x as it is."""
+    """Enter a tensor-parallel region, where each rank computes a part: with sequence parallelism (`tokens` given) gather the
+    tokens of all ranks, else take x as it is (`mappings.copy`)."""
     return mappings.copy(x, axis) if tokens is None else mappings.gather(whole_samples(x), 1, axis, tokens.local_len)
 
 
 def whole_samples(x: Tensor) -> Tensor:
-    """x, which has to be (B, T, D): with sequence parallelism a rank has its tokens of every sample, in order."""
+    """x itself. Raises `CourseError` unless it is (B, T, D): with sequence parallelism a rank has some tokens of every sample."""
     if x.dim() != 3:
         raise CourseError("with sequence parallelism a column linear gathers the tokens of samples, (B, T, D), and here it "
                           f"meets {tuple(x.shape)}: give it all tokens of a sample, or set parallel.sp=false")
@@ -194,7 +195,7 @@ def whole_samples(x: Tensor) -> Tensor:
 
 
 def leave_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: # (B, T, ...) -> (B, T / tp, ...)
-    """Where the parts are added up: for all tokens, in the same shape, or with sequence parallelism for this rank's own."""
+    """Leave a tensor-parallel region: sum the parts, for all tokens, or with sequence parallelism for this rank's own."""
     return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
 
 

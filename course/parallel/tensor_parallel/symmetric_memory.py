@@ -1,16 +1,17 @@
-"""Tokens gathered and scattered through each other's memory: each rank writes into the others' over NVLink.
+"""Gather and scatter tokens through symmetric memory: each rank writes into the other ranks' memory over NVLink.
 
-    gather     a rank writes its tokens into every other's whole; once all have, a matmul reads it
-    scatter    a rank writes the part of its sums that is another's into that rank's memory; once all have, each adds up
+    gather     each rank writes its tokens into every rank's buffer; once all have, a matmul reads the whole
+    scatter    each rank writes to every other rank that rank's part of its sums; once all have, each rank adds them up
 
-NCCL does both in kernels of its own, which need multiprocessors: with matmuls that fill a GPU they take turns, so that what is
-beside a matmul is not hidden at all, on two H100s (bench/results/symmetric_2xh100.json). What is to be hidden here is written by
-a GPU's copy engines, which need none; all else by kernels, which are faster there up to 34 MB. The group must share a node.
+NCCL does both in kernels, which need multiprocessors. They take turns with a matmul that fills the GPU, so that on two H100s a
+collective beside a matmul is not hidden at all (bench/results/symmetric_2xh100.json). Here a GPU's copy engines, which need no
+multiprocessors, do the transfers that are to be hidden. Kernels do the others; they are faster there up to 34 MB. The ranks of
+the group must share a node.
 
-What ranks write into are *rooms*, memory that PyTorch's symmetric memory maps into all of them, with a barrier. A room has two
-places, used by turns: who has passed a use's barrier knows that all others have begun it, so are done with the use before, in
-whose place the next one is. That holds as long as what reads from a place is on the GPU's list before the next use begins: so an
-operator (`overlapped_linear.py`) puts out nothing that lies there.
+Ranks write into a `DoubleBuffer`, which PyTorch's symmetric memory maps into all of them, with a barrier. It has two places, used
+in turn. Passing the barrier of use k proves that every rank has begun use k, so has finished reading use k - 1, whose place use
+k + 1 overwrites. This holds if all reads of a place are queued on the GPU before the next use begins. So no operator
+(`overlapped_linear.py`) returns memory in a place.
 """
 
 import ctypes
@@ -27,33 +28,33 @@ from course.ops.custom_op import register_operator
 from course.parallel.mesh import Axis, group_of
 from course.utils.errors import CourseError
 
-BETWEEN_DEVICES = 4                                 # cudaMemcpyKind: cudaMemcpyDefault, whatever the addresses say
-BEFORE = 2                                          # channel of the barrier before a graph's first use; 0 and 1: of the places
+BETWEEN_DEVICES = 4                                 # cudaMemcpyDefault: the addresses say from where to where
+BEFORE = 2                                          # channel of the barrier before a graph's first use; 0 and 1: the places'
 
 GRAPHS = itertools.count()                          # numbers of graphs
-graph = next(GRAPHS)                                # of the one that is captured next, or now
+graph = next(GRAPHS)                                # number of the graph that is captured next, or now
 
 
 def new_graph() -> None:
-    """To be called before a CUDA graph is captured, of which each room's first use then begins with a barrier."""
+    """Call this before capturing a CUDA graph: each buffer's first use in the graph then begins with a barrier."""
     global graph
     graph = next(GRAPHS)
 
 
 class DoubleBuffer:
-    """Two places of one shape and format on each rank of an axis, into which all write. `CourseError` where they cannot.
+    """Two places of one shape and dtype on each rank of an axis, into which all write. Raises `CourseError` if they cannot.
 
-    A CUDA graph has its places for good, and what is replayed before and after it is nobody's to know: so a graph's first use,
-    and any outside once there is a graph, begins with a barrier more. Ranks of which one is a use behind, because a step broke
-    off, wait for each other for ever, as they would with NCCL: each place has a barrier of its own.
+    A CUDA graph keeps its places, and nothing tells what runs before and after a replay. So a graph's first use, and every use
+    outside once there is a graph, begins with an extra barrier. If an interrupted step leaves one rank a use behind, the ranks
+    wait for each other forever, as with NCCL: each place has its own barrier.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis):
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        torch.cuda.synchronize()                    # an error of what was before is none of this
+        torch.cuda.synchronize()                    # earlier errors do not count as errors of this
         try:
             self.own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
-            torch.cuda.synchronize()                # zeros are written after what the GPU has to do: later than a faster rank
+            torch.cuda.synchronize()                # else the GPU could write its zeros after a faster rank's first tokens
             self.handle = memory.rendezvous(self.own, group_of(axis).group_name)
             self.places = [self.handle.get_buffer(rank, self.own.shape, dtype) for rank in range(axis.size)]
         except torch.cuda.OutOfMemoryError:
@@ -61,10 +62,10 @@ class DoubleBuffer:
         except RuntimeError as error:
             raise CourseError(f"parallel.overlap=symmetric: these GPUs do not reach each other's memory "
                               f"({str(error).splitlines()[0]}): set parallel.overlap=nccl") from error
-        self.uses, self.graph = 0, -1               # the last graph that has it
+        self.uses, self.graph = 0, -1               # graph: the last one that uses this
 
     def enter(self) -> list[Tensor]:
-        """This use's place on each rank."""
+        """Begin a use: its place on each rank."""
         if torch.cuda.is_current_stream_capturing():
             if self.graph != graph:
                 self.handle.barrier(channel=BEFORE)
@@ -75,30 +76,30 @@ class DoubleBuffer:
         return [place[self.uses % 2] for place in self.places]
 
     def barrier(self) -> None:
-        """Wait, on the GPU, until all ranks are here in this use, and what they have written is."""
+        """Wait, on the GPU, until all ranks have reached this barrier in this use, and their writes have arrived."""
         self.handle.barrier(channel=self.uses % 2)
 
 
 @functools.cache
 def double_buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> DoubleBuffer:
-    """The room of a name and shape, which all ranks of the axis make together in its first use. It stays: graphs have its
+    """The buffer of a name and shape. All ranks of the axis make it together in its first use. It stays: graphs hold its
     address."""
     return DoubleBuffer(shape, dtype, axis)
 
 
 @functools.cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """The stream of what is hidden. Its barriers go before the programs of a matmul that wait for a multiprocessor."""
+    """The stream of hidden transfers. Its priority puts their barriers before matmul blocks that wait for a multiprocessor."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def is_supported(x: Tensor, axis: Axis, n: int) -> bool:
-    """Whether n tokens, of which a rank has x, (B, any, D), can go so: on a GPU, in equal pieces."""
+    """Whether symmetric memory can move n tokens per sample, of which this rank has x, (B, any, D): on a GPU, in equal pieces."""
     return x.is_cuda and n % axis.size == 0
 
 
 class Gather:
-    """Begun when it is made: the n tokens of each sample, (B, n / tp, D) -> (B, n, D). Call it to have them, in a room."""
+    """An all-gather that begins when constructed, (B, n / tp, D) -> (B, n, D). Call it to get the n tokens, in the buffer."""
 
     def __init__(self, x: Tensor, axis: Axis, n: int, hidden: bool):
         room_ = double_buffer("gather", (len(x), n, x.shape[2]), x.dtype, axis)
@@ -106,7 +107,7 @@ class Gather:
         self.whole, self.stream = places[axis.rank], side_stream(x.device.index) if hidden else None
         self.x, t = x.contiguous(), n // axis.size  # kept, since it is read on another stream
         with on_stream(self.stream):
-            for rank in ring_order(axis):           # itself last
+            for rank in ring_order(axis):           # this rank last
                 copy_to_peer(places[rank][:, axis.rank * t:(axis.rank + 1) * t], self.x, hidden)
             room_.barrier()
 
@@ -116,7 +117,7 @@ class Gather:
 
 
 class Scatter:
-    """Begun when it is made: this rank's tokens of the sum of all ranks' x, (B, T, D) -> (B, T / tp, D). Call it to have them."""
+    """A reduce-scatter that begins when constructed, (B, T, D) -> (B, T / tp, D). Call it to get this rank's part of the sum."""
 
     def __init__(self, x: Tensor, axis: Axis, hidden: bool):
         parts = x.contiguous().chunk(axis.size, 1)  # (B, T / tp, D) of each rank
@@ -136,7 +137,7 @@ class Scatter:
 
 
 def sum_pieces_plain(own: Tensor, pieces: Tensor, rank: int) -> Tensor:
-    """own, (B, t, D), + the sum of pieces, (n, B, t, D), but that of `rank`: in float32 or 64, rounded once -> (B, t, D)."""
+    """own, (B, t, D), plus all pieces, (n, B, t, D), except that of `rank`: in float32 or 64, rounded once -> (B, t, D)."""
     others = [piece for other, piece in enumerate(pieces) if other != rank]
     return torch.stack([own, *others]).sum(0, dtype=torch.promote_types(own.dtype, torch.float32)).to(own.dtype)
 
@@ -146,12 +147,12 @@ register_operator("add_up", "(Tensor own, Tensor pieces, int rank) -> Tensor", s
 
 
 def ring_order(axis: Axis) -> list[int]:
-    """All ranks, from the one after this: so that no two write to one at the same time."""
+    """All ranks, beginning with the one after this, so that no two ranks write to the same one at the same time."""
     return [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
 
 
 def copy_to_peer(there: Tensor, x: Tensor, engine: bool) -> None:
-    """Copy (B, t, D), each sample in one piece of memory, by a copy engine or by a kernel."""
+    """Copy x, (B, t, D) with contiguous samples, by a copy engine or by a kernel."""
     run = cuda_runtime()
     if not engine or run is None:
         there.copy_(x)
@@ -168,7 +169,7 @@ def copy_to_peer(there: Tensor, x: Tensor, engine: bool) -> None:
 
 @functools.cache
 def cuda_runtime() -> Any:
-    """CUDA's runtime as PyTorch has loaded it; None if it is not there. PyTorch's own copies of several pieces are kernels."""
+    """The CUDA runtime that PyTorch has loaded, or None. It is needed because PyTorch copies several pieces with a kernel."""
     try:
         return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}", mode=os.RTLD_NOLOAD)
     except OSError:
@@ -176,13 +177,13 @@ def cuda_runtime() -> Any:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> Any:
-    """The context of a stream that goes on from here; without one, of this."""
+    """A context on a stream, which first waits for the current one; None: the current stream."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     return torch.cuda.stream(stream)
 
 
 def wait_for_stream(stream: torch.cuda.Stream | None) -> None:
-    """Go on when a stream is done so far."""
+    """Make the current stream wait for the work so far on `stream`, if given."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)

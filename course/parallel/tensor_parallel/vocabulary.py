@@ -1,9 +1,9 @@
-"""A vocabulary in pieces: each tensor-parallel rank has some rows of the token embedding and some columns of the logits.
+"""Vocabulary parallelism: each tensor-parallel rank has some rows of the token embedding and some columns of the logits.
 
-The embedding and the logits are the largest tensors of a small language model: 50,304 logits a token, in float32 for the
-loss, are more than all else that a block remembers of it. So no rank ever has the logits of the whole vocabulary. From
-its own columns each has the largest logit, the sum of exponentials and, if the target lies there, the target's logit;
-these three numbers a token are what the ranks exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+The embedding and the logits are the largest tensors of a small language model: 50,304 logits per token, in float32 for the
+loss, take more memory than all that a block keeps of the token. So no rank ever has the logits of the whole vocabulary. From
+its own columns each rank computes the largest logit, the sum of exponentials and, if the target is there, the target's logit.
+The ranks exchange only these three numbers per token (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
 
@@ -35,7 +35,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyEnter(nn.Module):
-    """Where each rank begins to compute its part of the logits: the loss wants all tokens, of which it takes some at a time."""
+    """Enter the region where each rank computes its part of the logits. The loss needs all tokens; it takes some at a time."""
 
     def __init__(self, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
@@ -56,13 +56,13 @@ class VocabularyCrossEntropy(nn.Module):
         return CrossEntropy.apply(logits, target, self.axis)            # (B, T)
 
     def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:   # (N, V / tp), (N,)
-        """(the same, (N,); its gradient at once, (N, V / tp), in new memory)."""
+        """(the losses, (N,); their gradients with respect to this rank's logits, (N, V / tp), in new memory)."""
         column, here = own(target, logits.shape[-1], self.axis)         # 2 x (N,)
         losses, softmax = losses_and_softmax(logits, column, here, self.axis)
         return losses, minus_target(softmax, column, here)
 
     def in_place(self, logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:      # (N, V / tp), 2 x (N,)
-        """The same on a GPU, (N,) in float32, in two kernels: the logits become their gradients times the weights."""
+        """The losses on a GPU, (N,) in float32, in two kernels; the logits become their gradients times the weights."""
         from course.ops import cross_entropy_triton  # Triton comes with PyTorch for GPUs alone
 
         column, here = own(target, logits.shape[-1], self.axis)         # 2 x (N,)
@@ -91,7 +91,7 @@ class CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, here = ctx.saved_tensors
-        # in the softmax's own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
+        # in the softmax's memory, which nothing else uses; a second backward raises an autograd error, not a wrong number
         return minus_target(softmax, column, here).mul_(grad[..., None]).to(ctx.dtype), None, None
 
 
@@ -125,7 +125,7 @@ def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def cut_vocabulary(placements: Placements, weight: Tensor, axis: Axis) -> None:    # (V, D) -> (V / tp, D)
-    """Leave this rank's rows. Raises `CourseError` if the axis does not divide V."""
+    """Keep only this rank's rows. Raises `CourseError` if the axis does not divide V."""
     vocab = placements[weight].global_shape[0]
     if vocab % axis.size:
         raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the vocabulary of {vocab} tokens: pad it, with "
