@@ -37,7 +37,8 @@ html_show_sourcelink = False
 nb_execution_mode = "off"                            # `course lessons build` executes them
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3                             # links to headings, #like-this, as GitHub has them
-suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]      # a lesson may begin a section one level deeper
+suppress_warnings = ["myst.header", "mystnb.unknown_mime_type",          # a lesson may begin a section one level deeper
+                     "ref.python"]                       # of an annotation that fits several: bytes, Layout
 
 autodoc_inherit_docstrings = False                   # torch's are written for another reader
 autodoc_default_options = {"members": True, "member-order": "bysource", "ignore-module-all": True}

@@ -248,9 +248,9 @@ else:
 # Compilation took seconds, and the chain takes a fraction of one. So compiling pays only for chains that run often. (If
 # it took less than two seconds, Inductor found the kernel in its disk cache.)
 #
-# On the roofline, both versions lie near the memory slope. This slope is lower than in lesson 00, because `clone` also
-# pays for fresh memory pages. Fusing moves the point to the right, with the same FLOPs for fewer bytes, and so up the
-# slope.
+# The next picture has both versions on the roofline, near the memory slope. This slope is lower than in lesson 00,
+# because `clone` also pays for fresh memory pages. Fusing moves the point to the right, with the same FLOPs for fewer
+# bytes, and so up the slope.
 
 # %%
 peak_flops = 2 * 1024**3 / timing.matmul(1024, 1024, 1024, torch.float32, cpu)
@@ -774,8 +774,9 @@ check("graph-break")
 print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)), sep="\n")
 
 # %% [markdown]
-# One graph for both calls. Inductor makes a reduction and one pass over `x` of it, and the host never waits. The library's
-# `train_step` obeys the same rule: a flag on the device, not an `if`, makes the optimizer keep its old state (lesson 01).
+# One graph for both calls. Inductor turns it into one reduction and one pass over `x`, and the host never waits. The
+# library's `train_step` obeys the same rule: a flag on the device, not an `if`, makes the optimizer keep its old state
+# (lesson 01).
 #
 # ## Summary
 #

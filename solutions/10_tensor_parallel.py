@@ -186,7 +186,7 @@ lab.picture(who_holds.forward(whole_model, two, MLP, title="forward pass of the 
 # %% [markdown]
 # ## Exercise: copy and reduce
 #
-# PyTorch does not know these gradients. You cannot rely on its collectives to have one, so you define each pair in an
+# PyTorch's collectives have no gradients that you can rely on. So you define each pair in an
 # `autograd.Function`. `forward` gets the tensor and the axis, and stores in `ctx` what `backward` needs. `backward` gets the
 # gradient and returns one for each argument of `forward`, `None` for the axis.
 #
@@ -220,7 +220,8 @@ check("copy-reduce")
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "train.steps=2"])
 
 # %% [markdown]
-# **12 digits, not 16:** a weight is rounded relative to its own size, and a step changes it by a small part of its size.
+# **12 digits, not 16:** the comparison is with the *change*. A step changes a weight by a small part of its size, and the
+# weight is rounded relative to its whole size.
 #
 # How does a mistake look? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing hangs, and
 # every shape is right.
@@ -313,7 +314,7 @@ lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp
 # %% [markdown]
 # ## Exercise: column and row linear
 #
-# A linear stays the module that it is. The library leaves this rank's part of its weight and bias, and puts an object into
+# The linear module remains. The library keeps only this rank's part of its weight and bias, and puts an object into
 # its slot `communication`. This object does the communication around the product. First the cut: it goes along a dim of a
 # parameter's **logical** shape. A bias has as its logical shape the `rows` of the linear: `(3, heads, head_dim)` for qkv,
 # `(features,)` otherwise. A weight has one more dim at the end, the inputs.
@@ -326,8 +327,8 @@ lab.show("course.parallel.tensor_parallel.linear.cut_dims")
 # > a row linear not cut its bias?
 #
 # <details><summary>Answer</summary>
-# qkv along dim 1, the heads; up along dim 0, the hidden units. That is the last dim but one of the bias's shape, if it has
-# more than one. Once the parts are added up, every rank has all outputs of a row linear, so it needs the whole bias.
+# qkv along dim 1, the heads of <code>(3, heads, head_dim)</code>; up along dim 0, the hidden units. Once the parts are
+# added up, every rank has all outputs of a row linear, so it needs the whole bias.
 # </details>
 #
 # You write the two objects; the library calls each in place of the product. `enter_region(x, axis, tokens)` and
@@ -601,5 +602,5 @@ lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside gath
 # **What you should see:** as long as one after the other. NCCL's gather needs multiprocessors, and the multiplication
 # occupies them all. **Copy engines** do nothing but copy: gathering with one adds only {result: engine_adds_us | .0f} µs to
 # the multiplication. Set `parallel.overlap=symmetric` to use them within a node. On two H100s it shortens a step of DiT-XL/2
-# with sequence parallelism by {result: dit_saved | .0%}. On four H200s that step takes {result: dit_longer | .0%} longer than
-# without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.
+# with sequence parallelism by {result: dit_saved | .0%}, compared with NCCL. On four H200s that step takes {result:
+# dit_longer | .0%} longer than without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.

@@ -48,13 +48,6 @@ def dit_step(case, field="ms"):
     return recorded_value("dit_h200", case, field)
 
 
-def products_step(part, chosen):
-    """Milliseconds of a step of GPT 1.3B, the mean of its runs."""
-    rows = load("products_h200")[part]
-    return mean(row["ms"] for row in rows if row["rung"].startswith("1.3B")
-                and row.get("chosen", True) == chosen)
-
-
 def windows_of_25(losses):
     return [mean(losses[first:first + 25]) for first in range(0, len(losses) - 24, 25)]
 
@@ -90,7 +83,6 @@ lowest_clock = min(row["clock_mhz"] for file in ("power_h200", "gelu_h200", "dit
                    for row in load(file)["rows"]
                    if row["rung"].startswith("256 px: bf16") and "clock_mhz" in row)
 power_limit = recorded_value("power_h200", f"256 px: bf16, {TRITON}", "power_limit_w")
-slower = 100 * (products_step("by_turns", True) / products_step("steps", False) - 1)
 
 # %%
 from pathlib import Path
@@ -589,8 +581,8 @@ print("cp2 is higher by", ", ".join(f"{gap:.1f}%" for gap in gaps))
 # %% [markdown]
 # The gap is 13 to 18%, always on the same side, and it grows. Two *seeds* can differ as much. But context parallelism
 # changes neither the seed nor the data, so rounding is the yardstick. With this library's context parallelism over two
-# H200s, the gap was {result: dit_cp_gap | .0f}% for DiT-XL/2 and {result: gpt_cp_gap | .2f}% for GPT 1.3B. If both of
-# their runs had one seed, something is computed wrongly and did not crash: a silent bug.
+# H200s, the gap was {result: dit_cp_gap | .0f}% for DiT-XL/2 and {result: gpt_cp_gap | .2f}% for GPT 1.3B. If both
+# runs used the same seed, something is computed wrongly and did not crash: a silent bug.
 #
 # First test this library: the same weights and batches, one process beside two ranks, in float64.
 
@@ -598,8 +590,8 @@ print("cp2 is higher by", ", ".join(f"{gap:.1f}%" for gap in gaps))
 equal = verify.main("dit-demo", ["model.depth=2", "parallel.cp=2", "train.steps=5"])
 
 # %% [markdown]
-# So it can be right. What might be wrong in theirs? Nobody can inspect their code. But you can build suspects, one at a
-# time, and see which of them leaves such a trace:
+# So this library's context parallelism passes. What might be wrong in theirs? Nobody can inspect their code. But you can
+# build suspects, one at a time, and see which of them leaves such a trace:
 #
 # | suspect | how it happens |
 # |---|---|
@@ -834,7 +826,7 @@ for model, about in lab.results("alignment_h200")["models"].items():
                 f"{100 * float(spread):.2g}% in the mean")
 
 # %% [markdown]
-# In the mean over its windows, every recipe stays within the spread. DiT with frozen scales is off by
+# In the mean over its windows, every recipe stays within the spread. The control does not: DiT with frozen scales is off by
 # {result: frozen_256 | .0f}% on 256 pixels and by {result: frozen_512 | .0f}% on 512. GPT 1.3B averages 8192 tokens a
 # step, so its test is sharp. Another attention kernel makes {result: gpt_kernel_gap | .2f}%, FP8
 # {result: min(gpt_fp8_gaps) | .1f} to {result: max(gpt_fp8_gaps) | .1f}%, another seed at least
@@ -859,5 +851,4 @@ lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["m
 #
 # The peak of 989 TFLOP/s belongs to a clock of 1830 MHz. In these bf16 steps the board reached its limit of
 # {result: power_limit | .0f} W, and the clock fell to {result: lowest_clock | .0f} MHz. At this limit, time is energy
-# divided by power. With the cuBLAS algorithms that won short trials, a step of GPT 1.3B took {result: slower | .1f}%
-# *longer*: busier kernels draw more power.
+# divided by power: a kernel that keeps the multiprocessors busier also draws more power.

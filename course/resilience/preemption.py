@@ -59,6 +59,8 @@ class StopSignal:
         if number == signal.SIGINT and self.name:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        if number == signal.SIGINT and self.everyone.rank == 0:         # at once: a step may take seconds
+            os.write(2, b"stopping after this step, and saving; Ctrl-C again stops at once and saves nothing\n")
 
     def _watch(self) -> None:
         """End this process soon after another one has failed."""

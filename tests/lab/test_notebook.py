@@ -115,6 +115,12 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     assert "seed 3" in capsys.readouterr().out
     with pytest.raises(CourseError, match="did you mean 'roofline'"):
         notebook.check("rooflin")
+
+    def matmul_cost():
+        """As a learner passes it, without quotes."""
+
+    with pytest.raises(CourseError, match=r'named in quotes: check\("matmul-cost"\)'):
+        notebook.check(matmul_cost)
     with pytest.raises(notebook.CheckFailed):
         notebook.check("matmul-cost")
     assert "matmul_cost is not defined" in capsys.readouterr().out

@@ -358,6 +358,7 @@ def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_pat
     os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == GO_ON and f"stopped by {number.name}" in out
+    assert ("stopping after this step, and saving; Ctrl-C again" in out) == (number == signal.SIGINT)
     done = losses(folder)
     assert 20 <= len(done) < 400
     assert checkpoint.steps(folder / "checkpoints")[-1].name == f"step_{len(done):06d}"

@@ -249,8 +249,8 @@ SP = "{1}, Triton kernels, "
 THROUGH, WITHOUT, BY_NCCL = (f"{SP}{way}in a graph" for way in ("through memory, ", "no sequence parallelism, ", ""))
 
 TABLES = {
-    "readme": Table([Column("this course", "", shown(0)), Column("instead", "", shown(1)),
-                     Column("which is", "", lambda *words: words[-1])], {
+    "readme": Table([Column("this course", "", shown(0)), Column("alternative", "", shown(1)),
+                     Column("the alternative is", "", lambda *words: words[-1])], {
         "GPT 124M, bf16, thousand tokens/s": ("gpt_h200", f"124M: bf16, {TRITON}", "124M: Hugging Face's GPT-2, bf16, compiled",
                                               "tokens_per_s", ".0f", {}, "Hugging Face's GPT-2, compiled"),
         "GPT 1.3B, FP8, thousand tokens/s": ("gpt_h200", f"1.3B: fp8, {TRITON}", "1.3B: fp8 by Transformer Engine",
@@ -259,12 +259,13 @@ TABLES = {
                                      "samples_per_s", ".0f", {}, "PyTorch's compiler"),
         "DiT-XL/2, FP8, images/s": ("dit_h200", f"256 px: fp8, {TRITON}", "256 px: fp8 by Transformer Engine",
                                     "samples_per_s", ".0f", {}, "Transformer Engine"),
-        "tensor parallel, 4 GPUs, ms": ("tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled",
-                                        "ms", ".1f", FOUR, "DTensor"),
-        "attention over 64k tokens, 4 GPUs, ms": ("cp_h200", "64k causal all_to_all", "64k causal PyTorch context_parallel",
-                                                  "ms", ".1f", FOUR, "PyTorch's `context_parallel`"),
-        "a pipeline's idle time, 4 GPUs": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B",
-                                           "bubble", ".1%", FOUR, "PyTorch's schedule")}),
+        "tensor parallel through symmetric memory, 4 GPUs, ms": (
+            "tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled", "ms", ".1f", FOUR, "DTensor"),
+        "attention over 64k tokens by all-to-all, 4 GPUs, ms": (
+            "cp_h200", "64k causal all_to_all", "64k causal PyTorch context_parallel", "ms", ".1f", FOUR,
+            "PyTorch's `context_parallel`"),
+        "idle time of an interleaved pipeline, 4 GPUs": (
+            "pp_h200", "interleaved", "PyTorch Interleaved1F1B", "bubble", ".1%", FOUR, "PyTorch's schedule")}),
     "vit": Table([at("samples/s", ".1f", "vit_h200", "{0}", "samples_per_s"), at("GB", ".1f", "vit_h200", "{0}", "memory_gb"),
                   at("MFU", ".0%", "vit_h200", "{0}", "mfu"), at("first step, s", ".0f", "vit_h200", "{0}", "first_s")], {
         "TF32, the training process reads HDF5": ("tf32, read by the training process",),

@@ -112,6 +112,9 @@ def find(name: str, lesson: str = "") -> Exercise:
     lesson: the error lists this lesson's exercises; without it, or if the lesson has none, it lists all.
     """
     known = all_exercises()
+    if not isinstance(name, str):
+        own = str(getattr(name, "__name__", "")).replace("_", "-")
+        raise CourseError(f'an exercise is named in quotes: check("{own if own in known else "matmul-cost"}")')
     if name not in known:
         available = offered()
         lessons_own = [other for other, exercise in available.items() if exercise.lesson == lesson]
