@@ -112,9 +112,9 @@ def tells(output: str, told: list[str]) -> bool:
 
 
 def modules(package: Any) -> list[str]:
-    """All modules of a package that a map names: exercises and their mistakes are the lessons' business."""
+    """All modules of a package that a map names: not exercises and their mistakes, nor `__main__`, which runs when imported."""
     found = [module.name for module in walk_packages(package.__path__, f"{package.__name__}.")]
-    return [name for name in found if not re.match(r"course\.lab\.(exercises|mistakes)\.", name)]
+    return [name for name in found if not re.match(r"course\.lab\.(exercises|mistakes)\.|.*__main__$", name)]
 
 
 def chapters(package: Any, left: list[str]) -> list[tuple[str, str, list[str]]]:
