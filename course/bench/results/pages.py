@@ -10,7 +10,6 @@ from pathlib import Path
 
 from course.bench.results import formatted, tables
 from course.utils.atomic_files import atomic
-from course.utils.errors import CourseError
 
 NUMBER = re.compile(r"(<!-- result:\s*([^|]+?)\s*\|\s*([^|]*?)\s*-->).*?<!-- -->", re.DOTALL)
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -18,13 +17,8 @@ TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re
 
 def filled(text: str) -> str:
     """Fill in a page's numbers and tables. Raises `CourseError` for an unknown table or a wrong expression."""
-    def table(found: re.Match[str]) -> str:
-        if found[2] not in tables.TABLES:
-            raise CourseError(f"there is no table {found[2]}; there are {', '.join(tables.TABLES)}")
-        return f"{found[1]}\n{tables.markdown(tables.TABLES[found[2]])}\n\n{found[3]}"
-
     text = NUMBER.sub(lambda found: f"{found[1]}{formatted(found[2], found[3], vars(tables))}<!-- -->", text)
-    return TABLE.sub(table, text)
+    return TABLE.sub(lambda found: f"{found[1]}\n{tables.markdown(tables.table(found[2]))}\n\n{found[3]}", text)
 
 
 def pages(root: Path) -> dict[Path, str]:
@@ -34,16 +28,20 @@ def pages(root: Path) -> dict[Path, str]:
     return found | {root / "docs/results.md": tables.page()}
 
 
+def outdated(root: Path) -> dict[Path, str]:
+    """Path -> text that it should have, for the pages that differ from the recorded numbers or do not exist."""
+    return {path: text for path, text in pages(root).items() if not path.is_file() or path.read_text(encoding="utf-8") != text}
+
+
 def stale(root: Path) -> list[Path]:
     """The pages that differ from the recorded numbers, or do not exist."""
-    return [path for path, text in pages(root).items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    return [*outdated(root)]
 
 
 def write(root: Path) -> list[Path]:
     """Write the stale pages, and return them."""
-    changed = stale(root)
-    texts = pages(root)
-    for path in changed:
+    changed = outdated(root)
+    for path, text in changed.items():
         with atomic(path) as temporary:
-            temporary.write_text(texts[path], encoding="utf-8")
-    return changed
+            temporary.write_text(text, encoding="utf-8")
+    return [*changed]

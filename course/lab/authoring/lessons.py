@@ -28,6 +28,7 @@ from course.lab.authoring import stubs
 from course.lab.checks import exercise as exercises
 from course.lab.checks import notebook_cells, own_notebooks
 from course.lab.checks.exercise import Exercise
+from course.lab.figures import style
 from course.lab.grading import shipped_files
 from course.lab.notebook import BUILDING
 from course.utils.atomic_files import atomic
@@ -42,7 +43,7 @@ SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
 QUOTE = re.compile(r"^> \*\*(\w+)(?:.*\n?)(?:^>.*\n?)*", re.MULTILINE)
 TASK = re.compile(r"^(## Exercise: .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
-BARS = {"Predict": "#D55E00", "Question": "#0072B2", "Exercise": "#009E73"}     # colorblind-safe
+BARS = {"Predict": style.ORANGE, "Question": style.BLUE, "Exercise": style.GREEN}
 MIN_LEAK = 30                                        # answer lines at least this long count as leaks
 
 
@@ -66,7 +67,7 @@ def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
     for master in masters(names, root):
         write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
         target, notebook = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
-        before = None if force or is_stale(master, target) else notebook_cells.load_notebook(target)
+        before = None if force or is_stale(target, notebook) else notebook_cells.load_notebook(target)
         if before is None or notebook_cells.code_cells(before) != notebook_cells.code_cells(notebook):
             print(f"executing {master.name}", flush=True)
             notebook = execute(notebook, root / "notebooks")
@@ -87,9 +88,10 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
     """The findings of `build --check`: a sentence for everything that is stale or reveals an answer."""
     problems = []
     for master in masters(names, root):
-        for folder, wanted in (("notebooks", learner_notebook(master)), ("solutions", instructor_notebook(master))):
+        solved = instructor_notebook(master)
+        for folder, wanted in (("notebooks", learner_notebook(master)), ("solutions", solved)):
             path = root / folder / f"{master.stem}.ipynb"
-            if is_stale(master, path):
+            if is_stale(path, wanted):
                 problems.append(f"{folder}/{path.name} is stale: run `course lessons build {master.stem}`")
             elif cell_texts(notebook := notebook_cells.load_notebook(path)) != cell_texts(wanted):
                 problems.append(f"{folder}/{path.name} has other text than solutions/{master.name}: edit that, and run `course "
@@ -100,7 +102,7 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
         path = root / "notebooks" / f"{master.stem}.ipynb"
         if path.is_file():
             problems += [f"notebooks/{path.name} {leak}"
-                      for leak in find_leaks(notebook_cells.load_notebook(path), instructor_notebook(master))]
+                      for leak in find_leaks(notebook_cells.load_notebook(path), solved)]
     return problems
 
 
@@ -133,14 +135,7 @@ def copy(folder: Path, home: Path | None = None) -> None:
 
 
 def instructor_notebook(master: Path) -> Any:
-    """The notebook with answers between nbgrader's markers, not executed."""
-    notebook = read_master(master)
-    notebook.metadata = notebook_cells.new_metadata({"lesson": master.stem[:2], "source": source_digest(master)})
-    return notebook
-
-
-def read_master(master: Path) -> Any:
-    """Read a master's cells, expand its answers, fill in its numbers and add nbgrader's metadata."""
+    """The notebook with answers between nbgrader's markers, numbers filled in and nbgrader's metadata, not executed."""
     notebook = notebook_cells.load_notebook(master)
     fill_numbers(notebook)
     for number, cell in enumerate(notebook.cells):
@@ -152,6 +147,8 @@ def read_master(master: Path) -> Any:
         elif cell.cell_type == "code" and (match := CHECK_CALL.search(cell.source)):
             exercise = exercises.find(match[1])
             cell.metadata["nbgrader"] = nbgrader_metadata(f"check-{exercise.name}", solution=False) | {"points": exercise.points}
+    notebook.metadata = notebook_cells.new_metadata(
+        {"lesson": master.stem[:2], "source": source_digest(notebook_cells.code_cells(notebook))})
     return notebook
 
 
@@ -212,9 +209,8 @@ def nbgrader_metadata(name: str, solution: bool) -> dict[str, Any]:
             "schema_version": 3}
 
 
-def source_digest(master: Path) -> str:
-    """A digest of everything that outputs depend on: code cells, the library objects and results they show, this builder."""
-    code = notebook_cells.code_cells(read_master(master))
+def source_digest(code: list[str]) -> str:
+    """A hash of everything that outputs depend on: code cells, the library objects that they show, recorded results, builder."""
     text = "\n".join(code)
     shown = sorted(set(SHOW_CALL.findall(text)))
     recorded = (path.read_text(encoding="utf-8") for path in sorted(results.FOLDER.glob("*.json")) if f'"{path.stem}"' in text)
@@ -222,11 +218,12 @@ def source_digest(master: Path) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def is_stale(master: Path, notebook: Path) -> bool:
-    """Whether a notebook is missing, or its sources have changed since it was built."""
-    if not notebook.is_file():
+def is_stale(path: Path, wanted: Any) -> bool:
+    """Whether a notebook is missing, or was built from other sources than the one that should be there."""
+    if not path.is_file():
         return True
-    return notebook_cells.load_notebook(notebook).metadata.get("course", {}).get("source") != source_digest(master)
+    built: str = notebook_cells.load_notebook(path).metadata.get("course", {}).get("source")
+    return built != wanted.metadata["course"]["source"]
 
 
 def cell_texts(notebook: Any) -> list[tuple[str, str]]:

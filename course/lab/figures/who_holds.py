@@ -1,6 +1,7 @@
 """Figures of which rank holds and sends what: parameters, optimizer states and activations.
 
-They draw what `instruments/forward_trace.trace` recorded on real ranks, so they always show what the library does.
+They draw what `instruments/forward_trace.trace` recorded on real ranks. Only which part of an activation a rank has is not
+recorded: rank r is drawn with the r-th part, which holds along one axis without zigzag.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from course.lab.instruments.forward_trace import Event, Held, Part
 
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 CELLS = 48                                           # maximum squares per side in the picture of a tensor
-COLLECTIVES = {"all-reduce": PURPLE, "all-gather": SKY, "reduce-scatter": GREEN, "send": ORANGE, "recv": ORANGE}
+COLLECTIVES = {"all-reduce": PURPLE, "all-gather": SKY, "reduce-scatter": GREEN, "send": ORANGE}
 
 
 def held_share(parts: Sequence[Part]) -> np.ndarray:
