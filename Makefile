@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 DATA   ?= data/weather-32x64
 RUNS   ?= runs
 NAME   ?= default
+TORCH  ?=
 
 .PHONY: help env demo test core lint lab doctor docs clean
 
@@ -15,9 +16,11 @@ help:
 	@echo "make core    run only the tests of the mathematics: models, parallelism, the step (under two minutes)"
 	@echo "make lab     start JupyterLab       make doctor  say what this machine has"
 	@echo "make docs    build the site of guides, lessons and library into site/html; ANSWERS=1: with answers, site/answers"
+	@echo "             with TORCH=cpu the first of these installs PyTorch for CPUs (0.8 GB); without it, pip's (on Linux several GB)"
 	@echo "make env     set up $(VENV) for tests only      make clean   remove $(VENV) and caches; runs and data stay"
 
-# what lessons need, then what tests need besides; each is installed once, and again when the pins change
+# what lessons need, then what tests need besides; each is installed once, and again when the pins change. With TORCH=cpu,
+# uv installs PyTorch first, because it knows where each build of PyTorch is; pip then keeps that build
 env: $(VENV)/.ready
 $(VENV)/.lab: WHAT = the course with JupyterLab
 $(VENV)/.lab: EXTRA = lab
@@ -27,6 +30,8 @@ $(VENV)/.lab $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV): $(WHAT), in the versions of constraints.txt (once, a few minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install -c constraints.txt uv)
+	$(if $(TORCH),$(BIN)/uv pip install --python $(BIN)/python --torch-backend=$(TORCH) -c constraints.txt torch)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]'
 	@touch $(VENV)/.lab $@
 	@echo "== $(VENV) is ready: make demo, make lab; $(BIN)/course --help says what else there is"

@@ -257,12 +257,6 @@ def test_readme_and_learners_read_the_same_minutes() -> None:
     assert {number: int(told) for number, _, told in rows} == {number: minutes for number, (_, minutes) in lessons().items()}
 
 
-def test_the_installation_page_has_the_pytorch_that_is_pinned():
-    pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned and f"pip install {pinned[0]} " in (ROOT / "docs/install.md").read_text()
-    assert f"pytorch-gpu={pinned[0].partition('==')[2]} " in (ROOT / "environment.yml").read_text()     # pip leaves it alone
-
-
 def test_whoever_cites_the_course_cites_its_version():
     versions = [re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)[1] for name, pattern in (
         ("pyproject.toml", r'^version = "(.+)"'), ("CITATION.cff", r"^version: (\S+)"), ("CHANGELOG.md", r"^## (\d\S+)"))]
