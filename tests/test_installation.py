@@ -40,7 +40,8 @@ def test_make_installs_pytorch_for_cpus_first_if_asked(target):
 def test_uv_takes_the_command_and_keeps_an_installed_pytorch():
     _, (_, *words), _ = commands("lab", "TORCH=cpu")
     words[words.index("--python") + 1] = sys.executable
-    done = subprocess.run([sys.executable, "-m", "uv", *words, "--offline", "--dry-run"], cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "uv", *words, "--offline", "--dry-run"], cwd=ROOT, text=True,
+                          capture_output=True)
     assert done.returncode == 0 and "no changes" in done.stderr, done.stderr
 
 
