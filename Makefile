@@ -15,8 +15,8 @@ help:
 	@echo "make test    run the tests          make lint    check style and types"
 	@echo "make core    run only the tests of the mathematics: models, parallelism, the step (under two minutes)"
 	@echo "make lab     start JupyterLab       make doctor  say what this machine has"
+	@echo "             TORCH=cpu: install PyTorch for CPUs (0.8 GB), if .venv has none yet; without it pip's, on Linux several GB"
 	@echo "make docs    build the site of guides, lessons and library into site/html; ANSWERS=1: with answers, site/answers"
-	@echo "             with TORCH=cpu the first of these installs PyTorch for CPUs (0.8 GB); without it, pip's (on Linux several GB)"
 	@echo "make env     set up $(VENV) for tests only      make clean   remove $(VENV) and caches; runs and data stay"
 
 # what lessons need, then what tests need besides; each is installed once, and again when the pins change. With TORCH=cpu,
