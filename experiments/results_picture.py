@@ -40,7 +40,7 @@ FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled
 
 def row(file: str, name: str) -> dict[str, Any]:
     """The row of that name with the most GPUs."""
-    found = [one for one in load(f"{file}_h200")["rows"] if name in (one.get("rung"), one.get("case"))]
+    found = [one for one in load(f"{file}_h200")["rows"] if name in (one.get("configuration"), one.get("case"))]
     best: dict[str, Any] = max(found, key=lambda one: one.get("gpus", 1))
     return best
 

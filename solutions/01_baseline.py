@@ -379,7 +379,7 @@ lab.beside("model FLOPs utilization", my_mfu, per_sample * samples_per_second / 
 my_h200 = 100                    # your prediction, samples/s
 
 # %%
-runs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
+runs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 baseline = "tf32, read by the training process"
 lab.recorded("vit_h200", {label: {"samples/s": runs[key]["samples_per_s"], "GB": runs[key]["memory_gb"],
                                   "MFU, %": 100 * runs[key]["mfu"]}

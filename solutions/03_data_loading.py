@@ -550,7 +550,7 @@ lab.beside("\nnative, 8 processes", my_native, speeds["native"]["8"], "pairs/s",
 lab.beside("8 threads", my_threads, speeds["threads"]["8"], "pairs/s", "recorded")
 
 # %%
-rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
+rungs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
 needs = {"the model in bf16, compiled": rungs["bf16, compiled"]["samples_per_s"],
          "the model in TF32": rungs["tf32, on the device"]["samples_per_s"]}
 lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),

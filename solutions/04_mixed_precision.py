@@ -685,7 +685,7 @@ lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by 
 my_fp8 = {384: 2.0, 1024: 2.0}   # your prediction, times
 
 # %%
-rungs = {row["rung"]: row["samples_per_s"] for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
+rungs = {row["configuration"]: row["samples_per_s"] for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
 print(f"bf16 over TF32: {rungs['bf16, on the device'] / rungs['tf32, on the device']:.1f} times")
 lab.beside("FP8 over bf16, width 384", my_fp8[384], rungs["fp8, compiled"] / rungs["bf16, compiled"], "times", "recorded")
 lab.beside("FP8 over bf16, width 1024", my_fp8[1024], rungs["width 1024: fp8, compiled"] / rungs["width 1024: bf16, compiled"],

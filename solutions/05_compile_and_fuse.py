@@ -803,7 +803,7 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 # > **Predict** the time of a compiled step with a narrow residual stream. The next cell prints the other two times.
 
 # %%
-rows = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
+rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 
 
 def step_ms(rung: str, samples: int = 16) -> float:

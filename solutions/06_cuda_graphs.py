@@ -673,7 +673,7 @@ print(f"{operations} operations in a step of 12 layers")
 my_times = 2.0                   # your prediction
 
 # %%
-rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
+rungs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
          "compiled, in a graph": "one sample: compiled, in a graph"}
 LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}

@@ -981,7 +981,7 @@ print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
 my_gb_saved = 13.2               # your prediction
 
 # %%
-rungs = {row["rung"]: row for row in lab.results("gpt_h200")["rows"]}
+rungs = {row["configuration"]: row for row in lab.results("gpt_h200")["rows"]}
 lab.recorded("gpt_h200", {name: {"tokens/s": row["tokens_per_s"], "ms": row["ms"], "GB": row["memory_gb"],
                                  "MFU, %": 100 * row["mfu"]} for name, row in rungs.items()}, why="GPTs on one H200")
 chunked = "124M: bf16, compiled, narrow stream"

@@ -81,7 +81,7 @@ fp8_triton = dit_step(f"256 px: bf16, {TRITON}") / dit_step(f"256 px: fp8, {TRIT
 te_kernels = round(dit_step("256 px: fp8 by Transformer Engine", "kernels"), -2)
 lowest_clock = min(row["clock_mhz"] for file in ("power_h200", "gelu_h200", "dit_h200")
                    for row in load(file)["rows"]
-                   if row["rung"].startswith("256 px: bf16") and "clock_mhz" in row)
+                   if row["configuration"].startswith("256 px: bf16") and "clock_mhz" in row)
 power_limit = recorded_value("power_h200", f"256 px: bf16, {TRITON}", "power_limit_w")
 
 # %%
@@ -839,7 +839,7 @@ for model, about in lab.results("alignment_h200")["models"].items():
 # ### Speed and power
 
 # %%
-cases = {row["rung"]: row for row in lab.results("dit_h200")["rows"]}
+cases = {row["configuration"]: row for row in lab.results("dit_h200")["rows"]}
 lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
                           for name, row in cases.items()}, "Training steps of DiT-XL/2 (`course bench dit`)")
 

@@ -254,7 +254,7 @@ my_350m = 100.0                  # your prediction, in ms
 # %%
 c = config.load("gpt-350m", ["train.global_batch=32", "train.micro_batch=0", "compile=true", "stream=narrow", "parallel.dp=1"])
 at_peak = flops.step(c.model, 32) / h200.peak("bf16") * 1e3
-row = next(row for row in lab.results("gpt_h200")["rows"] if row["rung"] == "350M: bf16, compiled, narrow stream")
+row = next(row for row in lab.results("gpt_h200")["rows"] if row["configuration"] == "350M: bf16, compiled, narrow stream")
 print(f"at the peak: {at_peak:.1f} ms")
 lab.beside("a step of GPT 350M", my_350m, row["ms"], "ms", "recorded")
 

@@ -58,7 +58,7 @@ def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
             + "; first_s: from the start of the process to the "
                        "end of its first step, with nothing in the compiler's cache, again_s with it; first_gb: the first step's "
                        "peak, memory_gb: of later; clock_mhz, power_w: meanwhile, as the driver says"}
-    rows = gpu_pool.Rows(out, head, chosen, "rung")
+    rows = gpu_pool.Rows(out, head, chosen, "configuration")
 
     def run(name: str, gpu: str) -> Row:
         return run_config(kind, name, gpu, small)
@@ -81,7 +81,7 @@ def run_config(kind: str, name: str, gpu: str, small: bool) -> Row:
     """Run one configuration in its own process and return its row, or the last line of its output as the error."""
     program = ["-m", "course.bench.one_gpu", kind, name, *["--small"] * small]
     with tempfile.TemporaryDirectory() as cache:
-        row: Row = {"rung": name, **gpu_pool.start(program, gpu, TORCHINDUCTOR_CACHE_DIR=cache)}
+        row: Row = {"configuration": name, **gpu_pool.start(program, gpu, TORCHINDUCTOR_CACHE_DIR=cache)}
         if name == AGAIN and not small and "error" not in row:
             row["again_s"] = gpu_pool.start([*program, "--first"], gpu, TORCHINDUCTOR_CACHE_DIR=cache).get("first_s")
     return row
@@ -90,13 +90,13 @@ def run_config(kind: str, name: str, gpu: str, small: bool) -> Row:
 def text(row: Row) -> str:
     """A row as text for the terminal."""
     if "error" in row:
-        return f"{row['rung']:52s} {row['error']}"
+        return f"{row['configuration']:52s} {row['error']}"
     mfu = f"{row['mfu']:4.0%} MFU" if row["mfu"] else ""
     again = f" ({row['again_s']:.1f} s with the compiler's cache)" if row.get("again_s") else ""
     tokens = f"{row['tokens_per_s'] / 1e3:7.1f} thousand tokens/s" if "tokens_per_s" in row else ""
     driver = f"  {row['clock_mhz']:.0f} MHz {row['power_w']:.0f} W" if "power_w" in row and "clock_mhz" in row else ""
-    return (f"{row['rung']:52s} {row['samples_per_s']:8.2f} samples/s {tokens} {row['memory_gb']:6.2f} GB  first step after "
-            f"{row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}{driver}")
+    return (f"{row['configuration']:52s} {row['samples_per_s']:8.2f} samples/s {tokens} {row['memory_gb']:6.2f} GB  "
+            f"first step after {row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}{driver}")
 
 
 def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:

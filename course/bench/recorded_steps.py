@@ -82,9 +82,10 @@ def one_gpu() -> Iterator[Step]:
     """Models on one GPU: `course bench vit`, `gpt` and `dit`."""
     for kind, benchmark in BENCHMARKS.items():
         for row in rows(f"{kind}_"):
-            chosen = benchmark.configs[row["rung"]]
+            name = row["configuration"]
+            chosen = benchmark.configs[name]
             if chosen.by == "course" and "fp8.by=te" not in chosen.settings:
-                yield step_of(f"{kind}_", f"{kind}: {row['rung']}", row, load(chosen.preset, [*chosen.settings, "parallel.dp=1"]))
+                yield step_of(f"{kind}_", f"{kind}: {name}", row, load(chosen.preset, [*chosen.settings, "parallel.dp=1"]))
 
 
 def tensor_vit() -> Iterator[Step]:

@@ -52,10 +52,11 @@ def alive(pid):
 
 
 def test_rows_are_in_the_file_as_they_come_in_order(tmp_path):
-    rows = gpu_pool.Rows(tmp_path / "rows.json", {"hardware": "none"}, ["a", "b"], "rung")
+    rows = gpu_pool.Rows(tmp_path / "rows.json", {"hardware": "none"}, ["a", "b"], "configuration")
     for name in ("b", "a"):
-        rows.add({"rung": name})
-    assert json.loads((tmp_path / "rows.json").read_text()) == {"hardware": "none", "rows": [{"rung": "a"}, {"rung": "b"}]}
+        rows.add({"configuration": name})
+    assert json.loads((tmp_path / "rows.json").read_text()) == {
+        "hardware": "none", "rows": [{"configuration": "a"}, {"configuration": "b"}]}
 
 
 def test_gpus_are_those_that_the_environment_shows(monkeypatch):

@@ -18,7 +18,7 @@ def test_configurations_run_in_processes_of_their_own(tmp_path, capsys):
     names = ["bf16, on the device", "one sample: in a graph"]
     one_gpu.main("vit", tmp_path / "vit.json", names, small=True)
     done, refused = json.loads((tmp_path / "vit.json").read_text())["rows"]
-    assert done["rung"] == names[0] and done["samples_per_s"] > 0 and 0 < done["first_s"] < 60
+    assert done["configuration"] == names[0] and done["samples_per_s"] > 0 and 0 < done["first_s"] < 60
     assert done["ms"] == pytest.approx(2000 / done["samples_per_s"])
     assert done["settings"] == ["precision=bf16", "data.source=mock"]
     assert "graphs=true needs a GPU" in refused["error"] and "samples/s" in capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_configurations_run_in_processes_of_their_own(tmp_path, capsys):
                                              ("dit", ["256 px: bf16", "512 px: fp8, current scaling, compiled, narrow stream"])])
 def test_the_benchmarks_of_gpt_and_dit_run(tmp_path, kind, names):
     rows = one_gpu.main(kind, tmp_path / "rows.json", names, small=True)
-    assert [row["rung"] for row in rows] == names and all(row["samples_per_s"] > 0 for row in rows)
+    assert [row["configuration"] for row in rows] == names and all(row["samples_per_s"] > 0 for row in rows)
     assert all(("tokens_per_s" in row) == (kind == "gpt") for row in rows)
 
 

@@ -68,9 +68,9 @@ def test_repeats_on_other_machines_agree_within_1_5_percent():
     host = {"one sample: eager", "one sample: compiled", "256 px: fp8, compiled, narrow stream",
             "256 px: fp8 by Transformer Engine"}
     for kind, count in (("vit_h200", 14), ("gpt_h200", 7), ("dit_h200", 7)):
-        rows = [row for row in load(kind)["again"]["rows"][:16] if row["rung"] not in host]
+        rows = [row for row in load(kind)["again"]["rows"][:16] if row["configuration"] not in host]
         assert len(rows) == count
-        assert max(abs(row["ms"] / value(kind, row["rung"]) - 1) for row in rows) < 0.015
+        assert max(abs(row["ms"] / value(kind, row["configuration"]) - 1) for row in rows) < 0.015
 
 
 def test_formats_stay_near_bf16_and_mistakes_do_not():

@@ -3,7 +3,7 @@
 from course.lab.figures import style
 
 
-def test_rungs_are_bars_with_numbers_and_predictions_are_marks():
+def test_bars_show_measurements_and_marks_predictions():
     groups = {"small": {"eager": 50.0, "in a graph": 250.0}, "large": {"eager": 3.0}}
     figure = style.grouped_bars(groups, "samples/s", predicted={"in a graph": 400.0})
     one, two = figure.axes

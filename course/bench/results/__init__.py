@@ -15,7 +15,7 @@ from typing import Any
 from course.utils.errors import CourseError
 
 FOLDER = Path(__file__).parent
-LABELS = ("case", "rung", "name")                    # fields that identify a row
+LABELS = ("case", "configuration", "name")           # fields that identify a row
 DIRECTIVE = re.compile(r"\{result:\s*([^{}|]+?)\s*\|\s*([^{}|]*?)\s*\}")
 
 

@@ -105,13 +105,13 @@ def only(key: str) -> str:
 
 def gelu_gain(_: str, model: str) -> float | None:
     """The share of a step that fusing GELU's gradient into the matmul before it saves; None if not measured."""
-    ms = {row["gelu"]: row["ms"] for row in load("gelu_h200")["rows"] if row["rung"] == f"{model}: bf16, {TRITON}"}
+    ms = {row["gelu"]: row["ms"] for row in load("gelu_h200")["rows"] if row["configuration"] == f"{model}: bf16, {TRITON}"}
     return 1 - ms["in the matmul"] / ms["apart"] if ms else None
 
 
 def matmul_gain(_: str, model: str) -> float:
     """The share of a step that the fastest algorithm for each matmul saves, as the mean of alternating runs."""
-    rows = [row for row in load("products_h200")["steps"] if row["rung"] == f"{model}: bf16, {TRITON}"]
+    rows = [row for row in load("products_h200")["steps"] if row["configuration"] == f"{model}: bf16, {TRITON}"]
     return 1 - mean(row["ms"] for row in rows if row["chosen"]) / mean(row["ms"] for row in rows if not row["chosen"])
 
 
