@@ -182,15 +182,15 @@ def delayed_scale(history, largest):
 '''
 
 WRONG = [
-    ("loss-scaler", SCALER, "it must not go on where it was"),
+    ("loss-scaler", SCALER, "it must not continue from where it was"),
     ("loss-scaler", SCALER.replace("good + worked", "(good + 1) * worked").replace(
-        "torch.where(count >= GROW_AFTER, 0, count)", "count"), "each good step after that doubles once more"),
-    ("amax-history", ROLLED, "in column 0, the new amax"),
+        "torch.where(count >= GROW_AFTER, 0, count)", "count"), "each later good step doubles once more"),
+    ("amax-history", ROLLED, "in column 0, write the new amax"),
     ("amax-history", ROLLED.replace(", dims=1", ""), "without a dim"),
-    ("delayed-scale", SCALED, "it has to be 1 there"),
+    ("delayed-scale", SCALED, "the scale must be 1 there"),
     ("delayed-scale", SCALED.replace("history.max(1).values.clamp(min=1e-12)", "history.max()"),
      "amax(1) is the largest of each row"),
     ("delayed-scale", SCALED.replace("largest / history.max(1).values.clamp(min=1e-12)",
                                      "torch.full_like(history[:, 0], largest / history.max().item() if history.any() else 1.0)"),
-     "a scale of its own"),
+     "each tensor has its own scale"),
 ]

@@ -328,10 +328,10 @@ WRONG = [
         "            own = own + other.chunk(self.axis.size)[self.axis.rank]"), "by all-gather and broadcast more is sent"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "        own =", "        self.gradient = gradient.clone()\n        own ="), "keep none between steps"),
-    ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "each micro-batch's own mean"),
+    ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "the mean of each micro-batch"),
     ("accumulate", ACCUMULATE.replace("(total / weight).detach()", "(total / weight * mesh.dp.size).detach()"),
      "this rank's share"),
-    ("accumulate", ACCUMULATE.replace(", dtype=weight.dtype", ""), "begin with 0"),
+    ("accumulate", ACCUMULATE.replace(", dtype=weight.dtype", ""), "start from 0"),
     ("gpipe", RIGHT["gpipe"][0].replace('"FB"', '"fb"'), '"F" or "B"'),
     ("gpipe", '''
 from course.parallel.pipeline_parallel.schedules import Pass

@@ -47,7 +47,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("fp8-cast", [
         ("torch.finfo(kind).max",
          "240.0 if kind == torch.float8_e4m3fn else 57344.0"),
-    ], "240 is the largest number of another E4M3, one with infinities"),
+    ], "240 is the largest number of another E4M3"),
     # unscaled again
     ("fp8-cast", [
         (".to(kind)",
@@ -59,7 +59,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "h = history.clone()\n"
          "    h[:, 0] = amax\n"
          "    return h"),
-    ], "the oldest goes, which is the last"),
+    ], "drop the oldest amax"),
     # overwrite last
     ("amax-history", [
         ("return torch.cat([amax[:, None], history[:, :-1]], 1)",
@@ -79,7 +79,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "    first = (h == 0).int().argmax(1)\n"
          "    h[torch.arange(len(h)), first] = amax\n"
          "    return h"),
-    ], "a zero in a history is no free place"),
+    ], "a zero in a history is not a free place"),
     # eps 1e-12
     ("delayed-scale", [
         ("torch.where(amax > 0, largest / amax, 1.0)",
@@ -109,12 +109,12 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("delayed-scale", [
         ("torch.where(amax > 0, largest / amax, 1.0)",
          "(largest / amax).nan_to_num(posinf=0.0)"),
-    ], "a scale of 0 makes zeros of whatever comes next"),
+    ], "a scale of 0 turns the next tensor into zeros"),
     # if any
     ("delayed-scale", [
         ("torch.where(amax > 0, largest / amax, 1.0)",
          "largest / amax if (amax > 0).all() else amax * 0 + 1"),
-    ], "one tensor of zeros gives all others the scale 1 here"),
+    ], "with one tensor of zeros, all tensors get the scale 1 here"),
     # last = rank 1
     ("qkv-rows", [
         ("rows.tensor_split(size, 1)[rank].flatten()",
