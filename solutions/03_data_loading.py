@@ -550,9 +550,9 @@ lab.beside("\nnative, 8 processes", my_native, speeds["native"]["8"], "pairs/s",
 lab.beside("8 threads", my_threads, speeds["threads"]["8"], "pairs/s", "recorded")
 
 # %%
-rungs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
-needs = {"the model in bf16, compiled": rungs["bf16, compiled"]["samples_per_s"],
-         "the model in TF32": rungs["tf32, on the device"]["samples_per_s"]}
+recorded_rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
+needs = {"the model in bf16, compiled": recorded_rows["bf16, compiled"]["samples_per_s"],
+         "the model in TF32": recorded_rows["tf32, on the device"]["samples_per_s"]}
 lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),
             f"Pairs per second against workers. The floor rises from {floors['1']:.0f} with one thread to "
             f"{floors['16']:,.0f} with 16. DALI over .npy files and threads lie close to it, threads up to 12. "
@@ -582,7 +582,7 @@ lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Lo
 my_rate = min(needs["the model in bf16, compiled"], speeds["threads"]["12"])    # your prediction: correct it
 
 # %%
-lab.beside("bf16, compiled, threads", my_rate, rungs["bf16, compiled, threads"]["samples_per_s"], "samples/s", "recorded")
+lab.beside("bf16, compiled, threads", my_rate, recorded_rows["bf16, compiled, threads"]["samples_per_s"], "samples/s", "recorded")
 
 # %%
 fed = {"TF32": {"random data on the device": "tf32, on the device",
@@ -592,7 +592,7 @@ fed = {"TF32": {"random data on the device": "tf32, on the device",
                           "8 processes of a DataLoader": "bf16, compiled, 8 loader processes",
                           "12 threads": "bf16, compiled, threads", "DALI, 12 processes": "bf16, compiled, DALI",
                           "DALI on .npy files": "bf16, compiled, DALI on .npy files"}}
-bars = {kind: {name: rungs[rung]["samples_per_s"] for name, rung in ways.items()} for kind, ways in fed.items()}
+bars = {kind: {way: recorded_rows[name]["samples_per_s"] for way, name in ways.items()} for kind, ways in fed.items()}
 lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather model on one H200"),
             "Bars of samples per second. Those in TF32 are short: reading in the training process is slower than "
             "data on the device, 8 processes are about as fast. In bf16, 8 processes of a DataLoader are much "

@@ -685,20 +685,20 @@ lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by 
 my_fp8 = {384: 2.0, 1024: 2.0}   # your prediction, times
 
 # %%
-rungs = {row["configuration"]: row["samples_per_s"] for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
-print(f"bf16 over TF32: {rungs['bf16, on the device'] / rungs['tf32, on the device']:.1f} times")
-lab.beside("FP8 over bf16, width 384", my_fp8[384], rungs["fp8, compiled"] / rungs["bf16, compiled"], "times", "recorded")
-lab.beside("FP8 over bf16, width 1024", my_fp8[1024], rungs["width 1024: fp8, compiled"] / rungs["width 1024: bf16, compiled"],
+speeds = {row["configuration"]: row["samples_per_s"] for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
+print(f"bf16 over TF32: {speeds['bf16, on the device'] / speeds['tf32, on the device']:.1f} times")
+lab.beside("FP8 over bf16, width 384", my_fp8[384], speeds["fp8, compiled"] / speeds["bf16, compiled"], "times", "recorded")
+lab.beside("FP8 over bf16, width 1024", my_fp8[1024], speeds["width 1024: fp8, compiled"] / speeds["width 1024: bf16, compiled"],
            "times", "recorded")
 
 # %%
 groups = {"fp32, on the device": "width 384", "tf32, on the device": "width 384", "fp16, on the device": "width 384",
           "bf16, on the device": "width 384", "bf16, compiled": "width 384, compiled", "fp8, compiled": "width 384, compiled",
           "width 1024: bf16, compiled": "width 1024, compiled", "width 1024: fp8, compiled": "width 1024, compiled"}
-panels = {panel: {name: rungs[name] for name, its in groups.items() if its == panel} for panel in dict.fromkeys(groups.values())}
+panels = {panel: {name: speeds[name] for name, its in groups.items() if its == panel} for panel in dict.fromkeys(groups.values())}
 lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weather model on one H200"),
             "Bars of samples per second. "
-            + "; ".join(f"{name}: {rungs[name]:.0f}" for name in groups))
+            + "; ".join(f"{name}: {speeds[name]:.0f}" for name in groups))
 
 # %% [markdown]
 # > **Question.** FP8 loses at width 384 and gains little at 1024. What share of the arithmetic is in the linears?

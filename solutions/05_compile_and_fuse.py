@@ -806,9 +806,9 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 
 
-def step_ms(rung: str, samples: int = 16) -> float:
+def step_ms(name: str, samples: int = 16) -> float:
     """Milliseconds of a step with this number of samples."""
-    return 1e3 * samples / rows[rung]["samples_per_s"]
+    return 1e3 * samples / rows[name]["samples_per_s"]
 
 
 eager_ms, fast_ms = step_ms("bf16, on the device"), step_ms("bf16, compiled")
@@ -818,16 +818,16 @@ print(f"bf16, not compiled: {eager_ms:.1f} ms a step, compiled: {fast_ms:.1f} ms
 my_narrow_ms = 60.0              # your prediction
 
 # %%
-reference_rungs = ("bf16, on the device", "bf16, compiled", "bf16, compiled, narrow stream")
-lab.recorded("vit_h200", {rung: {"ms a step": step_ms(rung), "samples/s": rows[rung]["samples_per_s"],
-                                 "first step after, s": rows[rung]["first_s"]} for rung in reference_rungs},
+compared = ("bf16, on the device", "bf16, compiled", "bf16, compiled, narrow stream")
+lab.recorded("vit_h200", {name: {"ms a step": step_ms(name), "samples/s": rows[name]["samples_per_s"],
+                                 "first step after, s": rows[name]["first_s"]} for name in compared},
              why="The reference model, whole training steps")
 lab.beside("\na step, compiled, narrow", my_narrow_ms, step_ms("bf16, compiled, narrow stream"), "ms", "recorded")
-lab.picture(style.grouped_bars({"16 samples": {rung: step_ms(rung) for rung in reference_rungs}}, "ms a step",
+lab.picture(style.grouped_bars({"16 samples": {name: step_ms(name) for name in compared}}, "ms a step",
                                "vit-short on an H200",
                           {"bf16, compiled, narrow stream": my_narrow_ms}),
             "Bars of milliseconds a step. "
-            + "; ".join(f"{rung}: {step_ms(rung):.0f}" for rung in reference_rungs)
+            + "; ".join(f"{name}: {step_ms(name):.0f}" for name in compared)
             + ". A diamond marks your prediction for the last one")
 
 # %% [markdown]
@@ -865,13 +865,13 @@ my_kernels = 400                 # your predictions
 my_small_speedup = 2.0
 
 # %%
-small_rungs = ("one sample: eager", "one sample: compiled")
-small, compiled_small = (rows[rung] for rung in small_rungs)
+small_names = ("one sample: eager", "one sample: compiled")
+small, compiled_small = (rows[name] for name in small_names)
 lab.beside("kernels of a compiled step", my_kernels, compiled_small["kernels"], how="recorded")
 lab.beside("one sample, compiled over uncompiled", my_small_speedup, compiled_small["samples_per_s"] / small["samples_per_s"],
            "times", "recorded")
-lab.recorded("vit_h200", {rung: {"kernels": rows[rung]["kernels"], "ms a step": step_ms(rung, 1),
-                                 "µs for each kernel": 1e3 * step_ms(rung, 1) / rows[rung]["kernels"]} for rung in small_rungs},
+lab.recorded("vit_h200", {name: {"kernels": rows[name]["kernels"], "ms a step": step_ms(name, 1),
+                                 "µs for each kernel": 1e3 * step_ms(name, 1) / rows[name]["kernels"]} for name in small_names},
              why="One sample of a small model")
 
 # %% [markdown]

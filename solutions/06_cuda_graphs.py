@@ -673,11 +673,11 @@ print(f"{operations} operations in a step of 12 layers")
 my_times = 2.0                   # your prediction
 
 # %%
-rungs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
+recorded_rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
          "compiled, in a graph": "one sample: compiled, in a graph"}
 LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}
-speed = {label: rungs[rung]["samples_per_s"] for label, rung in SMALL.items()}
+speed = {label: recorded_rows[name]["samples_per_s"] for label, name in SMALL.items()}
 lab.beside("one sample, in a graph, over eager", my_times, speed["in a graph"] / speed["eager"], "times", "recorded")
 for label in ("eager", "in a graph"):
     print(f"{label}: {1e6 / speed[label] / operations:.0f} µs for each operation")
@@ -707,7 +707,7 @@ lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels, both /
 my_percent = 10                  # your prediction
 
 # %%
-large = {label: rungs[rung]["samples_per_s"] for label, rung in LARGE.items()}
+large = {label: recorded_rows[name]["samples_per_s"] for label, name in LARGE.items()}
 more = 100 * (large["compiled, in a graph"] / large["compiled"] - 1)
 print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large['compiled']:.1f} ms a step, then "
       f"{1e3 * 16 / large['compiled, in a graph']:.1f} ms")

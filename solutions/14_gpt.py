@@ -981,11 +981,11 @@ print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
 my_gb_saved = 13.2               # your prediction
 
 # %%
-rungs = {row["configuration"]: row for row in lab.results("gpt_h200")["rows"]}
+recorded_rows = {row["configuration"]: row for row in lab.results("gpt_h200")["rows"]}
 lab.recorded("gpt_h200", {name: {"tokens/s": row["tokens_per_s"], "ms": row["ms"], "GB": row["memory_gb"],
-                                 "MFU, %": 100 * row["mfu"]} for name, row in rungs.items()}, why="GPTs on one H200")
+                                 "MFU, %": 100 * row["mfu"]} for name, row in recorded_rows.items()}, why="GPTs on one H200")
 chunked = "124M: bf16, compiled, narrow stream"
-saved = rungs[f"{chunked}, all logits"]["memory_gb"] - rungs[chunked]["memory_gb"]
+saved = recorded_rows[f"{chunked}, all logits"]["memory_gb"] - recorded_rows[chunked]["memory_gb"]
 lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 
 # %% [markdown]
