@@ -99,16 +99,16 @@ WRONG = [
     ("ring-all-reduce", RING.replace("EXCHANGE", BOTH.replace("            receiving.wait()\n", "")), "before you add or copy"),
     ("ring-all-reduce", RING.replace("EXCHANGE", BOTH.replace("\n            sending.wait()", "")), "wait for it too"),
     ("ring-all-reduce", RING.replace("EXCHANGE", BOTH).replace("(False, me + 1)", "(False, me)"), "look at both rounds"),
-    ("ring-all-reduce", RING.replace("EXCHANGE", BOTH).replace("(False, me + 1)", "(False, me - 1)"), "right there alone"),
+    ("ring-all-reduce", RING.replace("EXCHANGE", BOTH).replace("(False, me + 1)", "(False, me - 1)"), "right only for two ranks"),
     ("in-buckets", BUCKETS.replace("parameter.numel() * parameter.element_size()", "parameter.numel()"), "in bytes"),
     ("in-buckets", BUCKETS.replace("begins.append(number)\n            held = parameter.numel() * parameter.element_size()",
                                    "begins.append(number)\n            held = 0"), ""),
     ("collective-times", TIMES.replace("[at, *ends[-1:]]", "[at, *ready[:len(ends)]]"), ""),
     ("collective-times", TIMES.replace("*ends[-1:]", "sum(seconds[:len(ends)])"), ""),
     ("overlap", OVERLAP.replace("bucket.flat /= axis.size\n", "pass\n"), "divide by axis.size"),
-    ("overlap", OVERLAP.replace("all_reduce(bucket.flat,", "all_reduce(bucket.flat.clone(),"), "nobody looks at"),
+    ("overlap", OVERLAP.replace("all_reduce(bucket.flat,", "all_reduce(bucket.flat.clone(),"), "nobody reads"),
     ("overlap", OVERLAP.replace("group=axis.group, async_op=True)", "group=axis.group, async_op=True)\n    bucket.work.wait()"),
-     "stands still"),
+     "the backward pass stops"),
     ("1f1b", """
 from course.parallel.pipeline_parallel.schedules import Pass
 
@@ -129,7 +129,7 @@ def alternate(forward, backward, ahead):
 
 def one_forward_one_backward(p, rank, m, v=1):
     return alternate([Pass("F", 0, i) for i in range(m)], [Pass("B", 0, i) for i in range(m)], min(p - 1 - rank, m))
-""", "the drain is reversed"),
+""", "backward passes are reversed"),
     ("1f1b", """
 from course.parallel.pipeline_parallel.schedules import Pass
 

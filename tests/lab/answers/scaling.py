@@ -69,5 +69,5 @@ WRONG = [
     ("learning-rate", AN_IF.replace("step < o.warmup", "step.item() < o.warmup"), "torch.where"),
     ("learning-rate", AN_IF.replace("if o.warmup and step < o.warmup", "if False").replace("torch.tensor(o.lr)", "step"),
      "dtype=torch.float32"),
-    ("samples-to-target", BISECTED, "the first time counts"),
+    ("samples-to-target", BISECTED, "take the first time"),
 ]

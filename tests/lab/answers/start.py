@@ -311,7 +311,7 @@ class Recompute(torch.autograd.Function):
 """
 
 WRONG = [
-    ("recompute", ON_CTX, "put on ctx, is kept"),
+    ("recompute", ON_CTX, "put on ctx stays in memory"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "whole = gradient.clone()\n        dist.all_reduce(whole, group=self.axis.group)\n"
@@ -320,7 +320,7 @@ WRONG = [
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "parts = [torch.empty_like(gradient) for _ in range(self.axis.size)]\n"
         "        dist.all_gather(parts, gradient, group=self.axis.group)\n"
-        "        own = sum(parts).chunk(self.axis.size)[self.axis.rank]"), "whole gradients are gathered"),
+        "        own = sum(parts).chunk(self.axis.size)[self.axis.rank]"), "this gathers whole gradients from all ranks"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "own = 0\n        for rank in self.axis.ranks:\n            other = gradient.clone()\n"
@@ -353,5 +353,5 @@ def average_gradients(parameters, axis):
             everyone = [torch.empty_like(p.grad) for _ in range(axis.size)]
             dist.all_gather(everyone, p.grad.contiguous(), group=axis.group)
             p.grad = sum(everyone) / axis.size
-''', "end to end"),
+''', "concatenate all gradients"),
 ]
