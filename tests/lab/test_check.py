@@ -48,7 +48,7 @@ def test_who_writes_into_the_batch_in_a_way_of_their_own_is_told_of_it():
     right_one = {key: torch.ones(()) for key in exercise.claims}
     found = check.hint_for_numbers(exercise, check.Run((right_one | {"kept": torch.zeros(())},)), check.Run((right_one,)),
                                    [check.Run()] * len(check.comparable_mistakes(exercise)))
-    assert found == "do not write into `batch`; work on a copy"
+    assert found == "do not write into `batch`: work on a copy"
 
 
 def test_mistakes_have_names_of_their_own_and_a_hint():

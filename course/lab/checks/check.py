@@ -48,7 +48,7 @@ MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.
 MACHINE_MESSAGES = {"The ranks did not start": 0, "can't start new thread": errno.EAGAIN, "the disk is full": errno.ENOSPC,
         "can't allocate memory": errno.ENOMEM}       # the same errors in other words
 MAX_SHOWN = 8                                        # outputs of up to this many numbers are shown in full
-WRITES_INPUT = "do not write into {}; work on a copy"
+WRITES_INPUT = "do not write into {}: work on a copy"
 ENDED_HINT = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, "
               "os._exit) or makes it crash")
 HINT_SEPARATOR = "; or: "                            # between hints of mistakes that stop with equally similar errors
@@ -215,7 +215,7 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
         if changed and same(slip, run, changed):
             return mistake.hint
     if "kept" in exercise.claims and not same(expected, run, ["kept"]):
-        return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
+        return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "the arguments")
     return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected)
 
 

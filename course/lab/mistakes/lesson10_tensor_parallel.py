@@ -22,42 +22,44 @@ LEAVES = "\n\n    @staticmethod\n    def backward(ctx: Context, grad: Tensor) ->
 MISTAKES = {
     "qkv-rows": (
         Mistake("one block of rows", MINE, "rows.flatten().tensor_split(size)[rank]",
-                "this cuts the matrix into blocks of neighbouring rows, so a rank may have queries and no values: cut by heads"),
+                "this cuts the matrix into blocks of neighboring rows, so a rank may have queries and no values: cut by heads"),
         Mistake("heads cut through", MINE, "rows.tensor_split(size, 2)[rank].flatten()",
-                "this gives each rank a part of every head: a head's scores need all of its dims, so a head stays in one piece"),
+                "this gives each rank a part of every head, but a head's scores need all of its dims: keep each head on one "
+                "rank"),
         Mistake("queries alone", MINE, "rows.tensor_split(size, 1)[rank][0].flatten()",
-                "these are rows of the queries: the heads need their keys and values as well"),
+                "these are rows of the queries only: the heads need their keys and values too"),
         Mistake("every rank the first heads", "[rank]", "[0]",
                 "every rank gets the heads of rank 0: take the part of `rank`"),
         Mistake("heads dealt like cards", MINE, "rows[:, rank::size].flatten()",
-                "neighbouring heads belong to one rank: rank 0 has the first heads / size of them"),
+                "neighboring heads belong to one rank: rank 0 has the heads 0 to heads // size - 1"),
         Mistake("another layout", "rows = torch.arange(3 * heads * head_dim).view(3, heads, head_dim)",
                 "rows = torch.arange(3 * heads * head_dim).view(heads, 3, head_dim).transpose(0, 1)",
                 "the rows of qkv.weight are laid out as (3, heads, head_dim): all queries, then all keys, then all values"),
         Mistake("head by head", MINE, "rows.tensor_split(size, 1)[rank].transpose(0, 1).flatten()",
-                "the right rows in another order: all queries first, because the code after it splits them like that"),
+                "these are the right rows in another order: all queries come first, because the next operation splits them in "
+                "this order"),
         Mistake("two halves", MINE, "(rows[:, :heads // 2] if rank == 0 else rows[:, heads // 2:]).flatten()",
-                "halves are right for two ranks alone: each of `size` ranks has heads // size of the heads"),
+                "halves are right for two ranks only: each of `size` ranks has heads // size of the heads"),
         Mistake("rank 1 for all but the first", "[rank]", "[min(rank, 1)]",
-                "every rank but the first gets the rows of rank 1, which is right for two ranks alone: take the part of `rank`"),
-        Mistake("from the end", "[rank]", "[size - 1 - rank]", "the ranks are in order: rank 0 has the first heads, not the "
-                "last"),
+                "every rank but the first gets the rows of rank 1, which is right for two ranks only: take the part of `rank`"),
+        Mistake("from the end", "[rank]", "[size - 1 - rank]",
+                "the parts follow the order of the ranks: rank 0 has the first heads, not the last"),
         Mistake("rank for its first head", MINE, "rows[:, rank:rank + heads // size].flatten()",
                 "rank r begins with head r · heads // size, not with head r"),
         Mistake("numbers within q, k and v", MINE, "(rows.tensor_split(size, 1)[rank] % (heads * head_dim)).flatten()",
-                "these are numbers within q, within k and within v: in the matrix the keys begin at heads · head_dim, and the "
-                "values at twice that"),
+                "these are row numbers within q, within k and within v. In the matrix, the keys begin at heads · head_dim, and "
+                "the values at twice that"),
         Mistake("heads, not rows", MINE, "torch.arange(3 * heads).view(3, heads).tensor_split(size, 1)[rank].flatten()",
-                "these are numbers of heads: each has head_dim rows"),
+                "these are numbers of heads, not of rows: each head has head_dim rows"),
     ),
     "copy-reduce": (
         Mistake("no all-reduce in the backward pass", "return all_reduce(grad, ctx.axis), None", "return grad, None",
                 "copy, backward: each rank computed a part from the same input, so the input's gradient is the sum of all parts: "
                 "all-reduce it"),
         Mistake("no all-reduce in the forward pass", SUM, "return x.clone()",
-                "reduce, forward: each rank has a part of a sum; add them up"),
+                "reduce, forward: each rank has a part of a sum, so add the parts"),
         Mistake("two all-reduces", SUM + LEAVES, "ctx.axis = axis\n        " + SUM + LEAVES.replace("grad, None", ALL),
-                "reduce, backward: every rank has the whole gradient already; adding up multiplies it by their number"),
+                "reduce, backward: every rank already has the whole gradient, and a sum multiplies it by the number of ranks"),
         Mistake("a mean for a sum", SUM, "return all_reduce(x, axis) / axis.size",
                 "reduce, forward: these are parts of a sum, not copies: do not divide"),
         Mistake("a mean of gradients", "return all_reduce(grad, ctx.axis), None",
@@ -65,171 +67,172 @@ MISTAKES = {
                 "copy, backward: the gradients of the parts add up: do not divide"),
         Mistake("an input written in place", SUM,
                 "import torch.distributed as dist\n        dist.all_reduce(x, group=axis.group)\n        return x.clone()",
-                "reduce writes into its input, which others may still need: dist.all_reduce works in place, so clone first"),
+                "reduce writes into its input, which the caller may still need: dist.all_reduce works in place, so clone first"),
         Mistake("a gradient written in place", "return all_reduce(grad, ctx.axis), None",
                 "import torch.distributed as dist\n        dist.all_reduce(grad, group=ctx.axis.group)\n"
                 "        return grad, None",
                 "copy's backward writes into its gradient, which autograd may still need elsewhere: clone it first"),
         Mistake("an all-reduce in copy's forward pass", "return x.view_as(x)", "return all_reduce(x, axis)",
-                "copy, forward: every rank has the whole input already; adding it up multiplies it by the number of ranks"),
+                "copy, forward: every rank already has the whole input, and a sum multiplies it by the number of ranks"),
         Mistake("copy and reduce changed over", SUM + LEAVES, SUM + LEAVES + "\n\n\nCopy, Reduce = Reduce, Copy",
-                "the two have changed places: copy, at the entrance, does nothing forward and adds up backward"),
+                "the two are exchanged: copy, at the entrance, does nothing in the forward pass and sums in the backward pass"),
         Mistake("all ranks for those of the axis", SUM,
                 "import torch.distributed as dist\n        total = x.clone()\n        dist.all_reduce(total)\n"
                 "        return total",
-                "this adds up over all ranks that there are: the sum is over those of `axis`, group=axis.group"),
+                "this sums over all ranks of the job: the sum is over the ranks of `axis`, group=axis.group"),
         Mistake("the axis kept on the class", "ctx.axis", "Copy.axis",
-                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
-                "of the last call"),
+                "what `forward` keeps for `backward` belongs in `ctx`, which is new for each call: a class attribute holds the "
+                "value of the last call"),
         Mistake("gathered and added up", SUM, "import torch\n        import torch.distributed as dist\n"
                 "        everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]\n"
                 "        dist.all_gather(everyone, x.contiguous(), group=axis.group)\n        return "
                 "torch.stack(everyone).sum(0)",
-                "everybody's tensor is sent to everybody and added up there: n - 1 times the tensor, where an all-reduce sends "
-                "2 (n - 1) / n times it, and memory for n of them", by=("sent",)),
+                "every rank sends its tensor to all others, and each rank sums them: that is n - 1 times the tensor, and "
+                "memory for n of them. An all-reduce sends 2 (n - 1) / n times the tensor", by=("sent",)),
         Mistake("the largest for the sum", SUM, "import torch.distributed as dist\n        x = x.clone()\n"
                 "        dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)\n        return x",
-                "this takes the largest of the parts: they are parts of a sum, and adding up is what all_reduce does by itself"),
+                "this takes the maximum, but these are parts of a sum: all_reduce sums by default"),
         Mistake("the sum on one rank", SUM, "import torch.distributed as dist\n        x = x.clone()\n"
                 "        dist.reduce(x, axis.ranks[0], group=axis.group)\n        return x",
-                "dist.reduce gives the sum to one rank alone: every rank goes on with it, so all-reduce"),
+                "dist.reduce gives the sum to one rank only, but every rank needs it: use all-reduce"),
         Mistake("a broadcast in copy", COPIES, "import torch.distributed as dist\n        x = x.clone()\n"
                 "        dist.broadcast(x, axis.ranks[0], group=axis.group)\n        return x",
-                "copy, forward: every rank has its input already, nothing is sent; in the backward pass it "
-                "is", by=("copied", "sent")),
+                "copy, forward: every rank already has its input, so nothing is sent. The backward "
+                "pass communicates", by=("copied", "sent")),
         Mistake("in float32", SUM, "return all_reduce(x.float(), axis).to(x.dtype)",
-                "the sum is taken in float32: add up in the format of x, whatever it is", by=("reduced",)),
+                "the sum is computed in float32: keep the dtype of x", by=("reduced",)),
     ),
     "column-row": (
         Mistake("nothing at the entrance", "x = enter_region(x, self.axis, self.tokens)",
                 "x = enter_region(x, self.axis, self.tokens) if self.tokens else x",
-                "the column linear's input needs `enter_region`: forward it changes nothing, backward it adds up the ranks' "
-                "gradients"),
+                "the column linear's input needs `enter_region`: it changes nothing in the forward pass, and sums the ranks' "
+                "gradients in the backward pass"),
         Mistake("nothing at the exit", "leave_region(part, self.axis, self.tokens)",
                 "(leave_region(part, self.axis, self.tokens) if self.tokens else part)",
-                "the row linear's product is a part of a sum: add the parts up, with `leave_region`"),
+                "the row linear's product is a part of a sum: add the parts with `leave_region`"),
         Mistake("a bias on each rank", "leave_region(part, self.axis, self.tokens) + bias",
                 "leave_region(part + bias, self.axis, self.tokens)",
-                "every rank adds the bias before the sum, so it counts once for each rank: add it after `leave_region`"),
+                "every rank adds the bias before the sum, so the bias counts once for each rank: add it after `leave_region`"),
         Mistake("the bias forgotten", "leave_region(part, self.axis, self.tokens) + bias",
                 "leave_region(part, self.axis, self.tokens) + 0 * bias",
-                "the row linear has a bias too: add it, once, after the sum"),
+                "the row linear has a bias too: add it once, after the sum"),
         Mistake("a bias divided", "+ bias.to", "+ (bias / self.axis.size).to",
                 "after the sum every rank has the whole result: add the whole bias"),
         Mistake("the exit without tokens", "leave_region(part, self.axis, self.tokens)",
                 "leave_region(part, self.axis, self.tokens) * (self.axis.size if self.tokens else 1)",
-                "with sequence parallelism the sum is multiplied by the number of ranks: `leave_region` adds up once, which "
-                "is enough"),
+                "with sequence parallelism this multiplies the sum by the number of ranks: `leave_region` already sums"),
         Mistake("an entrance at the row linear too", "part = multiply(x, weight)",
                 "from course.parallel import mappings\n        part = multiply(mappings.copy(x, self.axis), weight)",
-                "the row linear's input is this rank's own, not a copy of what all have: its gradient is complete, no `copy`"),
+                "the row linear's input belongs to this rank, it is not a copy of a common input: its gradient is complete "
+                "without `copy`"),
         Mistake("a part of the bias on each rank", "leave_region(part, self.axis, self.tokens) + bias",
                 "leave_region(part + bias / self.axis.size, self.axis, self.tokens)",
-                "the parts of the bias add up to it, but its gradient is divided too: add the whole bias, after `leave_region`"),
+                "the parts of the bias sum to the bias, but its gradient is divided too: add the whole bias, after "
+                "`leave_region`"),
         Mistake("the bias on one rank", "leave_region(part, self.axis, self.tokens) + bias",
                 "leave_region(part + bias.to(part.dtype) if self.axis.rank == 0 else part, self.axis, self.tokens)",
-                "every rank has the bias, and so needs its gradient: add it on all of them, after `leave_region`",
+                "every rank has the bias and needs its gradient: add it on all ranks, after `leave_region`",
                 by=("losses", "weights", "sp_losses", "sp_weights")),
         Mistake("no bias in the column linear", "multiply(x, weight, bias)",
                 "multiply(x, weight) + 0 * bias.sum()",
-                "the column linear has a bias too, of its own outputs: multiply(x, weight, bias)"),
+                "the column linear has a bias too, for its own outputs: multiply(x, weight, bias)"),
         Mistake("doors without tokens", "self.axis, self.tokens)", "self.axis, None)",
                 "with sequence parallelism each rank has some of the tokens: pass `self.tokens` on to `enter_region` and to "
                 "`leave_region`"),
         Mistake("the bias in its own format", "+ bias.to(part.dtype)", "+ bias",
-                "weights are kept in float32, and a sum with bf16 is float32: bring the bias to the product's format, "
+                "weights are kept in float32, and their sum with bf16 is float32: convert the bias to the product's dtype, "
                 "bias.to(part.dtype)"),
         Mistake("the bias added in place", "return leave_region(part, self.axis, self.tokens) + bias",
                 "whole = leave_region(part, self.axis, self.tokens)\n        whole += bias\n        return whole",
-                "what `leave_region` gives can be a view, which autograd lets nobody write into: y + bias makes a new tensor, "
-                "y += bias "
-                "writes"),
+                "the result of `leave_region` can be a view, and autograd does not allow writing into it: y + bias makes a new "
+                "tensor, y += bias writes into it"),
         Mistake("F.linear for every product", "multiply(x, weight", "nn.functional.linear(x, weight",
-                "F.linear knows no other number format: multiply is what FP8 has put its own product into"),
+                "F.linear bypasses FP8: `multiply` is the function that FP8 replaces by its own product"),
         Mistake("input and weight gathered", ROW, ALL_OF_ROW,
-                "each rank puts the whole weight together, and all hidden units, and multiplies everything: that is what cutting "
-                "the weight was to avoid. Multiply with this rank's part, and let `leave_region` add up the products",
+                "each rank assembles the whole weight and all hidden units, and multiplies everything: tensor parallelism "
+                "avoids exactly this. Multiply with this rank's part, and `leave_region` sums the products",
                 by=("lean",)),
         Mistake("the bias after the sum, on one rank", "leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)",
                 "leave_region(part, self.axis, self.tokens) + (self.axis.rank == 0) * bias.to(part.dtype)",
-                "after `leave_region` every rank goes on with its own result, so each has to add the bias: here rank 0 alone "
-                "does",
+                "after `leave_region` every rank continues with its own result, so each rank has to add the bias: here only "
+                "rank 0 does",
                 by=("losses", "weights")),
         Mistake("through the door twice", "x = enter_region(x, self.axis, self.tokens)",
                 "x = enter_region(enter_region(x, self.axis, self.tokens), self.axis, None)",
-                "the input goes through two doors, and its gradient is added up twice: `enter_region` once"),
+                "the input passes `enter_region` twice, so its gradient is summed twice: call it once"),
         Mistake("an exit at the column linear too", "return multiply(x, weight, bias)",
                 "return leave_region(multiply(x, weight, bias), self.axis, self.tokens)",
-                "a column linear's outputs are different features on each rank, no parts of a sum: nothing to add up, no "
-                "`leave_region`"),
+                "a column linear's outputs are different features on each rank, not parts of a sum: do not call `leave_region`"),
         Mistake("no door at the row linear", ROW,
                 ROW.replace("leave_region(part, self.axis, self.tokens)", "mappings.reduce(part, "
                 "self.axis)")
                 .replace("part = ", "from course.parallel import mappings\n        part = "),
-                "reduce gives every rank all tokens, and with sequence parallelism it goes on with its own alone: "
-                "`leave_region` knows "
-                "which"),
+                "reduce gives every rank all tokens, but with sequence parallelism a rank continues with its own tokens only: "
+                "`leave_region` handles both cases"),
         Mistake("half of the product", ROW, ROW.replace("multiply(x, weight)", "multiply(x, weight) / 2"),
                 "the products are parts of a sum: do not divide by the number of ranks, or by two"),
     ),
     "gather-scatter": (
         Mistake("a slice of the gradient", "return reduce_scatter(grad, ctx.dim, ctx.axis), None",
                 "return grad.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].clone(), None",
-                "gather, backward: every rank used the whole, each for a part of the features, so the gradients have to be "
-                "added up before you take your piece: reduce-scatter"),
+                "gather, backward: every rank used the whole tensor for its part of the features, so sum the gradients before "
+                "you take your piece: reduce-scatter"),
         Mistake("a mean of gradients", "return reduce_scatter(grad, ctx.dim, ctx.axis), None",
                 "return reduce_scatter(grad, ctx.dim, ctx.axis) / ctx.axis.size, None",
-                "gather, backward: the ranks' gradients add up: do not divide"),
+                "gather, backward: the gradients of the ranks are summed: do not divide"),
         Mistake("a slice for a sum", "return reduce_scatter(x, dim, axis)",
                 "return x.tensor_split(axis.size, dim)[axis.rank].clone()",
-                "scatter, forward: this is a piece of this rank's part alone; add up all parts first: reduce-scatter"),
+                "scatter, forward: this is a piece of this rank's part only: sum all parts first, with a reduce-scatter"),
         Mistake("a mean for a sum", "return reduce_scatter(x, dim, axis)", "return reduce_scatter(x, dim, axis) / axis.size",
                 "scatter, forward: these are parts of a sum, not copies: do not divide"),
         Mistake("the gradient divided", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "return all_gather(grad, ctx.dim, ctx.axis, ctx.n) / ctx.axis.size, None",
-                "scatter, backward: every part went into the sum whole, so its gradient comes back whole: do not divide"),
+                "scatter, backward: every part went into the sum with weight 1, so its gradient is the whole gradient: do not "
+                "divide"),
         Mistake("an input written in place", "return reduce_scatter(x, dim, axis)",
                 "import torch.distributed as dist\n        dist.all_reduce(x, group=axis.group)\n"
                 "        return x.tensor_split(axis.size, dim)[axis.rank].clone()",
-                "scatter writes into its input; besides, an all-reduce sends twice what a reduce-scatter does"),
+                "scatter writes into its input. In addition, an all-reduce sends twice as much as a reduce-scatter"),
         Mistake("a gradient written in place", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "whole = all_gather(grad, ctx.dim, ctx.axis, ctx.n)\n        grad.zero_()\n        return whole, None",
                 "scatter's backward writes into its gradient, which autograd may still need elsewhere"),
         Mistake("dim 1 for every dim", "reduce_scatter(grad, ctx.dim,", "reduce_scatter(grad, 1,",
-                "this goes along dim 1, whatever `dim` says: keep the dim in `ctx` and use it"),
+                "this always uses dim 1 and ignores `dim`: keep the dim in `ctx` and use it"),
         Mistake("dim and axis kept on the class", "ctx.", "Gather.",
-                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
-                "of the last call"),
+                "what `forward` keeps for `backward` belongs in `ctx`, which is new for each call: a class attribute holds the "
+                "value of the last call"),
         Mistake("all pieces as long as mine", "ctx.n), None", "grad.shape[ctx.dim] * ctx.axis.size), None",
-                "pieces need not be equally long: keep the number of all rows, x.shape[dim], in `ctx`"),
+                "pieces need not be equally long: keep the total number of rows, x.shape[dim], in `ctx`"),
         Mistake("zeros around the gradient", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "whole = grad.new_zeros(*grad.shape[:ctx.dim], ctx.n, *grad.shape[ctx.dim + 1:])\n"
                 "        whole.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].copy_(grad)\n        return whole, None",
-                "scatter, backward: this rank's part went into the sums of all ranks, so it needs the gradients of all: "
+                "scatter, backward: this rank's part went into the sums of all ranks, so it needs the gradients of all ranks: "
                 "all-gather them"),
         Mistake("an all-reduce and a slice", "return reduce_scatter(x, dim, axis)",
                 "from course.parallel.mappings import all_reduce\n"
                 "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.rank].contiguous()",
-                "an all-reduce brings every rank the whole sum, of which it keeps its piece: twice the bytes of a reduce-scatter",
+                "an all-reduce brings every rank the whole sum, and the rank keeps one piece: that is twice the bytes of a "
+                "reduce-scatter",
                 by=("sent_sum",)),
         Mistake("all gathered, added up and cut", "return reduce_scatter(x, dim, axis)",
                 "import torch\n        from course.parallel.mappings import all_gather\n"
                 "        every = all_gather(x[None], 0, axis, axis.size)\n"
                 "        return every.sum(0).tensor_split(axis.size, dim)[axis.rank].contiguous()",
-                "everybody's whole tensor is sent to everybody, n times the bytes of a reduce-scatter, and each keeps one piece",
+                "every rank sends its whole tensor to all others, n times the bytes of a reduce-scatter, and keeps one piece",
                 by=("sent_sum",)),
         Mistake("zeros around the piece, and an all-reduce", "return all_gather(x, dim, axis, n)", LAID,
-                "zeros are sent and added: an all-reduce of the whole sends twice what an all-gather of the pieces does",
+                "this sends and adds zeros: an all-reduce of the whole tensor sends twice as much as an all-gather of the "
+                "pieces",
                 by=("sent_whole",)),
         Mistake("gathered along dim 1", "return all_gather(x, dim, axis, n)", "return all_gather(x, 1, axis, n)",
-                "gather, forward, goes along dim 1, whatever `dim` says"),
+                "gather, forward, always uses dim 1 and ignores `dim`"),
         Mistake("scattered along dim 1", "return reduce_scatter(x, dim, axis)", "return reduce_scatter(x, 1, axis)",
-                "scatter, forward, goes along dim 1, whatever `dim` says"),
+                "scatter, forward, always uses dim 1 and ignores `dim`"),
         Mistake("gathered along dim 1 in the backward pass", "return all_gather(grad, ctx.dim,", "return all_gather(grad, 1,",
-                "scatter, backward, goes along dim 1, whatever `dim` was: keep it in `ctx`"),
+                "scatter, backward, always uses dim 1 and ignores `dim`: keep the dim in `ctx`"),
         Mistake("a piece from the end", "return reduce_scatter(x, dim, axis)",
                 "from course.parallel.mappings import all_reduce\n"
                 "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.size - 1 - axis.rank].contiguous()",
-                "rank r has piece r: this counts them from the end"),
+                "rank r has piece r: this counts the pieces from the end"),
     ),
 }

@@ -107,8 +107,8 @@ def publish(disk, name, files, old):
 }
 
 WRONG = [(name, source, None) for name, source in FITTED.items()] + [
-    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - c, last - c)", "slice(first, last)"), "places in the whole"),
-    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - a, last - a)", "slice(first, last)"), "places in the whole"),
+    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - c, last - c)", "slice(first, last)"), "start of the whole"),
+    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - a, last - a)", "slice(first, last)"), "start of the whole"),
     ("box-overlap", RIGHT["box-overlap"].replace("tuple(source), tuple(target)", "tuple(target), tuple(source)"), "come first"),
     ("box-overlap", RIGHT["box-overlap"].replace("return tuple(source), tuple(target)", "return source, target"),
      "a tuple of them"),

@@ -165,7 +165,7 @@ def guided(model, labels, scale, channels=0, precision="fp32"):
         return torch.cat([out[:, :channels], known[:, channels:]], 1) if channels else out
 
     return led
-""", "just 1"),
+""", "exactly 1"),
     ("pipeline-seconds", """
 def pipeline_seconds(stages, micros, chunks):
     slow = stages[-1] if stages[-1] > stages[0] else stages[0]

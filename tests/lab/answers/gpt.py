@@ -157,7 +157,7 @@ SUMMED_LATE = RIGHT["loss-in-chunks"].replace("torch.zeros_like(weight), 0", "[]
     "dw += grad", "dw.append(grad)").replace("ctx.dx, ctx.dw = dx, dw", "ctx.dx, ctx.dw = dx, sum(dw)")
 
 WRONG = [
-    ("loss-in-chunks", LISTS, "kept of all chunks"),
-    ("loss-in-chunks", SUMMED_LATE, "add each to one sum"),
+    ("loss-in-chunks", LISTS, "keeps the logits of all chunks"),
+    ("loss-in-chunks", SUMMED_LATE, "add each one to a sum"),
     ("vocabulary-loss", RIGHT["vocabulary-loss"][0].replace("MAX, group=axis.group", "MAX"), ""),
 ]

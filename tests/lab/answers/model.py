@@ -67,9 +67,9 @@ def step_seconds(run, rates):
 WRONG = [
     ("block-flops", RIGHT["block-flops"].replace('"QK again", ', ""), "keeps no scores"),
     ("block-flops", RIGHT["block-flops"].replace("(dim, kv_dim), (dim, kv_dim)", "(dim, dim), (dim, dim)"), "kv_dim features"),
-    ("block-flops", RIGHT["block-flops"].replace(" + matmul(n, tokens, k)", ""), "two matmuls, the gradient of its input"),
+    ("block-flops", RIGHT["block-flops"].replace(" + matmul(n, tokens, k)", ""), "a linear map's backward pass has two matmuls"),
     ("block-flops", "def block_flops(*a):\n    return 6.0 * 1024 * 12 * 2048**2, 7.0 * 1024**2 * 2048\n", ""),
-    ("activation-bytes", RIGHT["activation-bytes"].replace("if inside or sp else 1", ""), "norms' inputs and results of all"),
+    ("activation-bytes", RIGHT["activation-bytes"].replace("if inside or sp else 1", ""), "with tp only (sp=False)"),
     ("activation-bytes", RIGHT["activation-bytes"].replace('"gelu": (hidden, 2, True)', ""), "kept twice"),
     ("activation-bytes", RIGHT["activation-bytes"].replace("(dim, 4, False)", "(dim, 2, False)"), "4 bytes a number"),
     ("all-reduce-seconds", RIGHT["all-reduce-seconds"].replace(', "all-gather"', ","), "an all-gather has to follow"),
@@ -78,11 +78,11 @@ WRONG = [
     ("pipeline-seconds", RIGHT["pipeline-seconds"].replace("return once", "once = 0\n    return once").replace(
         "micros - 1 / chunks", "micros"), "also waits"),
     ("pipeline-seconds", "def pipeline_seconds(stages, micros, chunks):\n"
-     "    return (micros + (len(stages) - 1) / chunks) * max(stages)\n", "not alike"),
+     "    return (micros + (len(stages) - 1) / chunks) * max(stages)\n", "ranks differ"),
     ("pipeline-seconds", RIGHT["pipeline-seconds"].replace("once = sum(stages) / chunks", "once = sum(stages)").replace(
         "1 / chunks", "1"), "so is the bubble"),
-    ("step-seconds", RIGHT["step-seconds"].replace("4 * ring", "2 * ring"), "two all-reduces forward and two backward"),
-    ("step-seconds", RIGHT["step-seconds"].replace(" + run.update / rates.memory", ""), "once a step the optimizer"),
+    ("step-seconds", RIGHT["step-seconds"].replace("4 * ring", "2 * ring"), "a block has two all-reduces in the forward pass"),
+    ("step-seconds", RIGHT["step-seconds"].replace(" + run.update / rates.memory", ""), "the optimizer moves `update` bytes"),
     ("step-seconds", RIGHT["step-seconds"].replace("run.samples * a / tp", "run.samples * a").replace(
         "run.samples * b / tp", "run.samples * b"), "a rank computes 1/tp"),
 ]

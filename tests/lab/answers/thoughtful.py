@@ -124,7 +124,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("qkv-rows", [
         ("rows.tensor_split(size, 1)[rank].flatten()",
          "torch.arange(3 * heads * head_dim // size) + rank * 3 * heads * head_dim // size"),
-    ], "this cuts the matrix into blocks of neighbouring rows"),
+    ], "this cuts the matrix into blocks of neighboring rows"),
     # no head_dim
     ("qkv-rows", [
         ("rows.tensor_split(size, 1)[rank].flatten()",
@@ -163,7 +163,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        y = x.clone()\n"
          "        dist.all_reduce(y, dist.ReduceOp.MAX, group=axis.group)\n"
          "        return y"),
-    ], "this takes the largest of the parts"),
+    ], "this takes the maximum"),
     # avg op
     ("copy-reduce", [
         ("return all_reduce(x, axis)",
@@ -179,7 +179,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        y = x.clone()\n"
          "        dist.broadcast(y, axis.ranks[0], group=axis.group)\n"
          "        return y"),
-    ], "copy, forward: every rank has its input already, nothing is sent"),
+    ], "copy, forward: every rank already has its input"),
     # reduce to one
     ("copy-reduce", [
         ("return all_reduce(x, axis)",
@@ -187,7 +187,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        y = x.clone()\n"
          "        dist.reduce(y, axis.ranks[0], group=axis.group)\n"
          "        return y"),
-    ], "dist.reduce gives the sum to one rank alone"),
+    ], "dist.reduce gives the sum to one rank only"),
     # reduce twice back
     ("copy-reduce", [
         ("return grad, None",
@@ -220,7 +220,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        if self.tokens:\n"
          "            return y.tensor_split(self.axis.size, 1)[self.axis.rank]\n"
          "        return y"),
-    ], "puts the whole weight together"),
+    ], "each rank assembles the whole weight and all hidden units"),
     # row collects all
     ("column-row", [
         ("part = multiply(x, weight)                                      # (B, T, D)\n"
@@ -233,7 +233,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        if self.tokens:\n"
          "            return mappings.scatter(y / self.axis.size, 1, self.axis)\n"
          "        return y"),
-    ], "each rank puts the whole weight together"),
+    ], "each rank assembles the whole weight and all hidden units"),
     # bias on rank 0 after
     ("column-row", [
         ("part = multiply(x, weight)                                      # (B, T, D)\n"
@@ -242,7 +242,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "part = multiply(x, weight)\n"
          "        y = leave_region(part, self.axis, self.tokens)\n"
          "        return y + bias.to(part.dtype) if self.axis.rank == 0 else y"),
-    ], "after `leave_region` every rank goes on with its own result"),
+    ], "after `leave_region` every rank continues with its own result"),
     # bias on rank 0 before via matmul
     ("column-row", [
         ("part = multiply(x, weight)                                      # (B, T, D)\n"
@@ -286,7 +286,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "from course.parallel import mappings\n"
          "        w, b = mappings.gather(weight, 0, self.axis), mappings.gather(bias, 0, self.axis)\n"
          "        return mappings.shard(multiply(x, w, b), -1, self.axis)"),
-    ], "each rank puts the whole weight together"),
+    ], "each rank assembles the whole weight and all hidden units"),
     # all_reduce + slice back
     ("gather-scatter", [
         ("return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None",
@@ -304,7 +304,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "return reduce_scatter(grad, 1, ctx.axis), None, None, None"),
         ("return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None, None",
          "return all_gather(grad, 1, ctx.axis, ctx.n), None, None"),
-    ], "gather, forward, goes along dim 1, whatever `dim` says"),
+    ], "gather, forward, always uses dim 1"),
     # too few
     ("gather-scatter", [
         ("return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None",
@@ -332,23 +332,23 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "whole = pairs.new_zeros(*pairs.shape[:3], len(order), pairs.shape[4])\n"
          "    whole = whole.index_copy(3, tokens.order(pairs.device)[tokens.cp.rank], pairs)\n"
          "    return mappings.copy(mappings.reduce(whole, tokens.cp), tokens.cp)"),
-    ], "zeros are sent and added"),
+    ], "this sends and adds zeros"),
     # twice
     ("gather-in-order", [
         ("pairs = mappings.gather(pairs, 3, tokens.cp, len(order))",
          "keys, values = (mappings.gather(pairs, 3, tokens.cp, len(order))[i] for i in (0, 1))\n"
          "    pairs = torch.stack([keys, values])"),
-    ], "keys and values are gathered twice"),
+    ], "this gathers keys and values twice and discards half of the result"),
     # collect
     ("gather-in-order", [
         ("pairs = mappings.gather(pairs, 3, tokens.cp, len(order))",
          "pairs = mappings.collect(pairs, 3, tokens.cp, len(order))"),
-    ], "all ranks use these keys, and each has a part of their gradient"),
+    ], "all ranks use these keys"),
     # always argsort dim
     ("gather-in-order", [
         ("return permute_tokens(pairs, 3, order.argsort()) if tokens.zigzag else pairs",
          "return permute_tokens(pairs, 3, order.argsort().argsort()) if tokens.zigzag else pairs"),
-    ], "`order` says which position each gathered row has"),
+    ], "`order` gives the position of each gathered row"),
     # float
     ("gather-in-order", [
         ("pairs = mappings.gather(pairs, 3, tokens.cp, len(order))",
@@ -361,7 +361,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "h = len(order) // 4\n"
          "    return torch.cat([pairs[:, :, :, :h], pairs[:, :, :, 2 * h:], pairs[:, :, :, h:2 * h]], 3) if "
          "tokens.zigzag else pairs"),
-    ], "this is the order of four pieces, which two ranks have"),
+    ], "this is the order of four pieces"),
     # relative to max only
     ("merge", [
         ("both = torch.logaddexp(lse, new_lse)",
@@ -373,17 +373,17 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
         ("out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])",
          "w = (lse - new_lse).sigmoid()[..., None]\n"
          "    out.mul_(1 - w).add_(new_out * w)"),
-    ], "the weights have changed places"),
+    ], "the weights are exchanged"),
     # new_out in place
     ("merge", [
         ("new_out * (new_lse - both).exp()[..., None]",
          "new_out.mul_((new_lse - both).exp()[..., None])"),
-    ], "do not write into what you are given; work on a copy"),
+    ], "do not write into the arguments"),
     # weights half
     ("merge", [
         ("out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])",
          "out.mul_(0.5).add_(0.5 * new_out)"),
-    ], "a block whose scores are higher counts more"),
+    ], "a block with higher scores counts more"),
     # alternate
     ("zigzag", [
         ("torch.cat([pieces[rank], pieces[-1 - rank]])",
@@ -410,19 +410,19 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
         ("return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), "
          "slice(None))",
          "return (slice(queries // 2, None), slice(0, keys // 2))"),
-    ], "this is one pair of pieces of four, and two have to be computed"),
+    ], "this is one of the four pairs of pieces"),
     # mirror
     ("visible", [
         ("return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), "
          "slice(None))",
          "return (slice(None), slice(0, keys // 2))"),
-    ], "right for lower ranks alone"),
+    ], "this is right for lower ranks only"),
     # mirror2
     ("visible", [
         ("return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), "
          "slice(None))",
          "return (slice(queries // 2, None), slice(None))"),
-    ], "right for higher ranks alone"),
+    ], "this is right for higher ranks only"),
     # tuple ints
     ("visible", [
         ("return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), "
@@ -441,14 +441,14 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
         ("for rows, aims in zip(x.split(size), target.split(size), strict=True):",
          "n = len(x) // size * size\n"
          "        for rows, aims in zip(x[:n].split(size), target[:n].split(size), strict=True):"),
-    ], "there are fewer rows of x's gradient than of x"),
+    ], "the gradient of x has fewer rows than x"),
     # weights saved too
     ("loss-in-chunks", [
         ("ctx.save_for_backward(torch.cat(of_x), of_weight)",
          "ctx.x = x.clone()\n"
          "        ctx.w = weight.clone()\n"
          "        ctx.save_for_backward(torch.cat(of_x), of_weight)"),
-    ], "more than two gradients outlives the forward pass"),
+    ], "more than two gradients survive the forward pass"),
     # dW transposed
     ("loss-in-chunks", [
         ("of_weight += grad.T @ rows",
@@ -464,7 +464,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        y = F.embedding(tokens, w)\n"
          "        y = y if not self.tokens else mappings.shard(y, 1, self.axis)\n"
          "        return mappings.copy(y, self.axis) if False else y"),
-    ], "every rank gathers the whole matrix"),
+    ], "every rank gathers the whole table"),
     # collect matrix
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
@@ -474,41 +474,41 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        w = mappings.collect(self.weight, 0, self.axis)\n"
          "        y = F.embedding(tokens, w)\n"
          "        return y if not self.tokens else mappings.scatter(y / self.axis.size, 1, self.axis)"),
-    ], "rows are gathered, or all ranks' vectors"),
+    ], "this gathers rows"),
     # upper only
     ("vocabulary-embedding", [
         ("here = (row >= 0) & (row < rows)",
          "here = tokens < (axis.rank + 1) * rows\n"
          "    row = row.clamp(min=0)"),
-    ], "tokens below this rank's first one count as its row 0 here"),
+    ], "tokens below this rank's first one count as its row 0"),
     # upper only, modulo
     ("vocabulary-embedding", [
         ("row = tokens - axis.rank * rows\n"
          "    here = (row >= 0) & (row < rows)",
          "row = tokens % rows\n"
          "    here = tokens < (axis.rank + 1) * rows"),
-    ], "a token of a lower rank counts here too, as the row that is left over"),
+    ], "a token of a lower rank counts here too"),
     # upper only raw
     ("vocabulary-embedding", [
         ("here = (row >= 0) & (row < rows)",
          "here = row < rows"),
         ("row.where(here, 0)",
          "row * here"),
-    ], "tokens of the ranks before have negative rows, and are not here either"),
+    ], "tokens of lower ranks have negative rows"),
     # lower only
     ("vocabulary-embedding", [
         ("here = (row >= 0) & (row < rows)",
          "here = row >= 0"),
         ("row.where(here, 0)",
          "row.clamp(0, rows - 1)"),
-    ], "tokens behind this rank's last one count as its last row here"),
+    ], "tokens above this rank's last one count as its last row"),
     # enter too
     ("vocabulary-embedding", [
         ("return leave_region(part, self.axis, self.tokens)",
          "from course.parallel.mappings import copy\n"
          "        part = copy(part, self.axis)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
-    ], "in front of `leave_region` stands a copy"),
+    ], "there is a `copy` before `leave_region`"),
     # gather vectors
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
@@ -519,7 +519,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "        part = F.embedding(row, self.weight) * here[..., None]\n"
          "        if self.tokens: return leave_region(part, self.axis, self.tokens)\n"
          "        return mappings.collect(part[None], 0, self.axis).sum(0)"),
-    ], "rows are gathered, or all ranks' vectors"),
+    ], "this gathers rows"),
     # rank == 1
     ("vocabulary-embedding", [
         ("axis.rank * rows",
@@ -537,24 +537,24 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "    whole[..., axis.rank * s.shape[-1]:(axis.rank + 1) * s.shape[-1]] = s\n"
          "    dist.all_reduce(whole, group=axis.group)\n"
          "    largest = whole.amax(-1)\n"),
-    ], "whole logits are exchanged"),
+    ], "the ranks exchange whole logits"),
     # here forgotten in grad
     ("vocabulary-loss", [
         ("-here[..., None].to(softmax.dtype)",
          "-torch.ones_like(here[..., None], dtype=softmax.dtype)"),
-    ], "the 1 is subtracted where the target is"),
+    ], "only the rank that has the target subtracts the 1"),
     # grad sum
     ("vocabulary-loss", [
         ("s.div_(total[..., None])",
          "s.div_(total[..., None] * axis.size)"),
-    ], "`total` is the sum over all ranks already"),
+    ], "`total` is already the sum over all ranks"),
     # four numbers
     ("vocabulary-loss", [
         ("sums = torch.stack([wanted, s.exp_().sum(-1)])",
          "sums = torch.stack([wanted, s.exp_().sum(-1), here.to(s.dtype)])"),
         ("wanted, total = sums",
          "wanted, total, _ = sums"),
-    ], "more than three numbers a token are exchanged"),
+    ], "the ranks exchange more than three numbers a token"),
     # only if here
     ("vocabulary-loss", [
         ("dist.all_reduce(sums, group=axis.group)",
@@ -574,7 +574,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("one-document", [
         ("first, last = index.documents[i:i + 2]",
          "first, last = index.documents[i], index.documents[i] + 1"),
-    ], "a document of no sequences at the end begins behind the last one"),
+    ], "a document without sequences at the end begins after the last sequence"),
     # last forgotten
     ("one-document", [
         ("return tokens[start:start + index.lengths[first:last].sum()]",
@@ -590,7 +590,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("one-document", [
         ("return tokens[start:start + index.lengths[first:last].sum()]",
          "return tokens[start:start + index.lengths[first]]"),
-    ], "a document of no sequences at the end begins behind the last one"),
+    ], "a document without sequences at the end begins after the last sequence"),
 ]
 
 COPY_REDUCE_GATHER_AND_SUM = '''
@@ -823,12 +823,12 @@ class LossInChunks(torch.autograd.Function):
 '''
 
 WRONG = [
-    ("copy-reduce", COPY_REDUCE_GATHER_AND_SUM, "everybody's tensor is sent to everybody and added up there"),
-    ("gather-scatter", GATHER_SCATTER_ZERO_PADDED, "zeros are sent and added"),
+    ("copy-reduce", COPY_REDUCE_GATHER_AND_SUM, "every rank sends its tensor to all others"),
+    ("gather-scatter", GATHER_SCATTER_ZERO_PADDED, "this sends and adds zeros"),
     ("gather-scatter", GATHER_SCATTER_ZERO_PADDED_AND_SLICE, "an all-reduce brings every rank the whole sum"),
-    ("gather-scatter", GATHER_SCATTER_GATHER_ALL_AND_SUM, "everybody's whole tensor is sent to everybody"),
-    ("loss-in-chunks", LOSS_IN_CHUNKS_DROP_LAST_ZEROS, "the last chunk is shorter where `size` does not divide the tokens"),
-    ("loss-in-chunks", LOSS_IN_CHUNKS_SOFTMAXES_KEPT_AND_JOINED, "kept of all chunks"),
+    ("gather-scatter", GATHER_SCATTER_GATHER_ALL_AND_SUM, "every rank sends its whole tensor to all others"),
+    ("loss-in-chunks", LOSS_IN_CHUNKS_DROP_LAST_ZEROS, "the last chunk is shorter if `size` does not divide"),
+    ("loss-in-chunks", LOSS_IN_CHUNKS_SOFTMAXES_KEPT_AND_JOINED, "keeps the logits of all chunks"),
     ("loss-in-chunks", LOSS_IN_CHUNKS_SOFTMAXES_KEPT_FOR_BACKWARD, "more than two gradients"),
     *((exercise, replaced(exercise, pairs), words) for exercise, pairs, words in SLIPS),
 ]
