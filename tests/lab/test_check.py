@@ -132,7 +132,7 @@ def test_what_stops_an_answer_is_said(source, words, hint):
 def test_ranks_that_are_late_hear_what_others_did():
     late = check.Run(kind="late", error="Not done after 30 s")
     hint = check.hint_for_error(find("ring-all-reduce"), late, 1, False, 2, lambda: None)
-    assert hint.startswith("seen here before: every rank waits in its send") and "; isend and irecv want ranks" in hint
+    assert hint.startswith("seen here before: every rank waits in its send") and "; isend and irecv take ranks" in hint
     assert hint.endswith(f"Else {check.ENDED_HINT}") and check.hint_for_error(find("roofline"), late, 1, False, 1,
                                                                               id) == check.ENDED_HINT
 
