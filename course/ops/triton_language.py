@@ -1,0 +1,103 @@
+"""Triton for code that also runs without a GPU: its interpreter runs the kernels where PyTorch finds no GPU.
+
+    from course.ops.triton_language import tl, triton
+
+Triton decides at each `@triton.jit` whether to interpret. So lessons, checks and tests import Triton from here, and the
+environment variable TRITON_INTERPRET is set in this file alone. If it is set to 1 already, kernels are interpreted on a machine
+with a GPU too. The library's own dispatch does not change: it takes a kernel if a tensor is on a GPU.
+
+Where Triton is not installed, `triton.jit` accepts a kernel, and launching it raises a `CourseError` that says what to do.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from course.utils.errors import CourseError
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+CURE = ('on Linux, pip install "course[kernels]"; a CUDA build of PyTorch brings its own Triton'
+        if sys.platform == "linux" else "Triton is for Linux: use a Linux machine, a container or WSL")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class MissingKernel:
+    """A kernel on a machine without Triton: it can be defined, and launching it raises `CourseError`."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.fn = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., NoReturn]:
+        def launch(*arguments: Any, **options: Any) -> NoReturn:
+            raise CourseError(f"the kernel `{self.fn.__name__}` needs Triton, which is not installed: {CURE}")
+
+        return launch
+
+
+class MissingTriton:
+    """What a kernel's definition and its wrapper read from `triton` and `triton.language`, without Triton."""
+
+    jit = MissingKernel
+    constexpr = int
+
+    @staticmethod
+    def cdiv(x: int, y: int) -> int:
+        """x / y, rounded up."""
+        return -(-x // y)
+
+    @staticmethod
+    def next_power_of_2(n: int) -> int:
+        """The smallest power of two that is not less than n."""
+        return 1 << (n - 1).bit_length()
+
+
+def prepare_interpreter() -> None:
+    """Mend what would make an interpreted kernel differ from a compiled one, or stop.
+
+    Functions such as `tl.sum` are compiled functions if something imported Triton before TRITON_INTERPRET was set: interpreted
+    kernels may call them. The interpreter multiplies the bits of bfloat16 matrices as integers, and cuts float32 off to bfloat16
+    where a GPU rounds. Before Triton 3.9 it asks for the integer of an array with one dim, which NumPy 2.4 refuses.
+    """
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    builder: Any = interpreter.InterpreterBuilder
+    patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+
+    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def rounding_cast(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *others)
+
+    def call_interpreted(self: Any, *arguments: Any, **options: Any) -> Any:
+        return interpreter.InterpretedFunction(self.fn)(*arguments, **options)
+
+    interpreter._patch_lang_tensor = patch_tensor_with_index
+    builder.create_dot, builder.cast_impl = dot_of_numbers, rounding_cast
+    JITFunction.__call__ = call_interpreted          # without an interpreter it only raises
+
+
+if INSTALLED:
+    import triton
+    import triton.language as tl
+
+    if INTERPRETED:
+        prepare_interpreter()
+else:
+    triton = tl = MissingTriton
