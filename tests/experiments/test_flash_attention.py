@@ -12,7 +12,8 @@ CPU = torch.device("cpu")
 
 
 def test_rate_counts_half_the_matmuls_if_causal():
-    whole, half = (flash_attention.Attention((1, 2, 8, 16), causal, CPU).row("lesson", "forward", 1e-6) for causal in (False, True))
+    whole, half = (flash_attention.Attention((1, 2, 8, 16), causal, CPU).row("lesson", "forward", 1e-6)
+                   for causal in (False, True))
     assert whole["tflops"] == pytest.approx(2 * 2 * 2 * 8 * 8 * 16 / 1e-6 / 1e12)                 # q k' and p v, 2 FLOP each
     assert half["tflops"] == pytest.approx(whole["tflops"] / 2)
 

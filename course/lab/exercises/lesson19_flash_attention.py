@@ -8,15 +8,27 @@ gradients (B, H, T, D), whose last dim is adjacent in memory; lse and delta (B, 
 and at least 16.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from course.lab.checks import random_inputs
+from course.lab.checks.exercise import Exercise, Tensors
+from course.lab.sandbox.limits import Limits
 from course.ops.triton_language import tl, triton
 from course.utils.errors import CourseError
+
+GUARD = 64                                           # rows behind a tensor's last token that no kernel may use or change
+GUARD_VALUE = 5.0
+BF16_ERROR = 0.01                                    # relative: bf16 keeps 8 bits
+QUICK = Limits(seconds=120)
 
 
 @triton.jit
@@ -76,11 +88,10 @@ def key_range(block, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
     The block has the queries from block * ROWS to (block + 1) * ROWS - 1; causal: query i sees the keys up to i. Up to `clear`, a
     multiple of COLUMNS, every one of these queries sees every key. From `end` on, at most T, none of them sees any.
     """
-    end = T
-    first = T                                                           # the number of keys that the first query sees
+    end, first = T, T                                                   # first: keys that all queries see
     if causal:
         end = tl.minimum((block + 1) * ROWS, T)
-        first = tl.minimum(block * ROWS + 1, T)
+        first = block * ROWS
     return first // COLUMNS * COLUMNS, end
 
 
@@ -94,13 +105,15 @@ def attend_keys(top, total, y, q, k, v, k_step, v_step, row, begin, end, T, scal
     """
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        s = tl.dot(q, tl.trans(load_tile(k, column, k_step, T, D, masked)))             # (M, N)
+        keys = load_tile(k, column, k_step, T, D, masked)               # (N, D)
+        s = tl.dot(q, tl.trans(keys))                                   # (M, N)
         if masked:
             seen = (column < T)[None, :]
             if causal:
                 seen = seen & (column[None, :] <= row[:, None])
             s = tl.where(seen, s, -float("inf"))
-        top, total, y = online_softmax(top, total, y, s, load_tile(v, column, v_step, T, D, masked), scale)
+        values = load_tile(v, column, v_step, T, D, masked)             # (N, D)
+        top, total, y = online_softmax(top, total, y, s, values, scale)
     return top, total, y
 
 
@@ -168,7 +181,7 @@ def query_range(block, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.
     begin, clear = 0, 0
     if causal:
         begin = block * ROWS // COLUMNS * COLUMNS
-        clear = tl.cdiv((block + 1) * ROWS - 1, COLUMNS) * COLUMNS
+        clear = tl.cdiv((block + 1) * ROWS, COLUMNS) * COLUMNS
     return begin, clear
 
 
@@ -325,3 +338,288 @@ def flash_backward(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: 
     launch_backward_queries(q, k, v, y, dy, lse, delta, dq, causal, of_queries)
     launch_backward_keys(q, k, v, dy, lse, delta, dk, dv, causal, of_keys)
     return dq, dk, dv
+
+
+@triton.jit
+def fold_tiles_kernel(s, v, y, lse, R, S, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Run `online_softmax` over ROWS rows of given scores: s (R, S), v (S, D), y (R, D), lse (R,), all contiguous."""
+    row, ones = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.zeros((ROWS,), tl.float32)
+    top, total, out = ones - float("inf"), ones, tl.zeros((ROWS, D), tl.float32)
+    for start in range(0, S, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (row < R)[:, None] & (column < S)[None, :]
+        tile = tl.load(s + row[:, None] * S + column[None, :], mask=inside, other=-float("inf"))
+        tile = tl.where((row < R)[:, None], tile, 0.0)
+        top, total, out = online_softmax(top, total, out, tile, load_tile(v, column, D, S, D, True), scale)
+    store_tile(y, out / total[:, None], row, D, R, D)
+    tl.store(lse + row, top + tl.log2(total), mask=row < R)
+
+
+@triton.jit
+def key_range_kernel(ranges, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store `key_range` of each block of queries: ranges (blocks, 2)."""
+    clear, end = key_range(tl.program_id(0), T, causal, ROWS, COLUMNS)
+    tl.store(ranges + 2 * tl.program_id(0), clear)
+    tl.store(ranges + 2 * tl.program_id(0) + 1, end)
+
+
+@triton.jit
+def query_range_kernel(ranges, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store `query_range` of each block of keys: ranges (blocks, 2)."""
+    begin, clear = query_range(tl.program_id(0), T, causal, ROWS, COLUMNS)
+    tl.store(ranges + 2 * tl.program_id(0), begin)
+    tl.store(ranges + 2 * tl.program_id(0) + 1, clear)
+
+
+def draw_scores(seed: int, hidden: bool) -> Tensors:
+    """Scores (R, S), some of them -inf, that rise from tile to tile in half of the rows and fall in the others; values (S, D)."""
+    generator = random_inputs.generator(seed)
+    R, S, D = (21, 53, 32) if hidden else (19, 37, 16)
+    scores = 2 * random_inputs.normal(generator, R, S)
+    slope = torch.linspace(-3, 3, R, dtype=torch.float64)[:, None]
+    scores += slope * torch.linspace(-1, 1, S, dtype=torch.float64)
+    scores[torch.rand(R, S, generator=generator) < 0.1] = -math.inf
+    scores[:, 0] = scores[:, 0].nan_to_num(neginf=0.0)                  # every first tile has a key that is seen
+    return {"scores": scores, "values": random_inputs.normal(generator, S, D)}
+
+
+def run_online_softmax(inputs: Tensors) -> Tensors:
+    """Output and log-sum-exp of rows in float32, with large scores too, and with values in bf16."""
+    found: Tensors = {}
+    for name, size, dtype in (("", 1.0, torch.float32), ("large_", 300.0, torch.float32), ("bf16_", 1.0, torch.bfloat16)):
+        scores, values = (inputs["scores"] * size).float(), inputs["values"].to(dtype)
+        (R, S), D = scores.shape, values.shape[1]
+        y, lse = torch.empty(R, D, dtype=dtype), torch.empty(R)
+        fold_tiles_kernel[(triton.cdiv(R, 16),)](scores, values, y, lse, R, S, math.log2(math.e) / 4, D, 16, 16)
+        found |= {f"{name}y": y, f"{name}lse": lse}
+    return found
+
+
+def weigh_online_softmax(inputs: Tensors, returned: Tensors) -> Tensors:
+    """Replace the output in bf16 by whether it is near the one in float64."""
+    p = (inputs["scores"] / 4).softmax(-1)
+    return exact(returned, "y", "lse", "large_y", "large_lse") | {
+        "bf16": near((returned.get("bf16_y"), p @ inputs["values"].bfloat16().double()))}
+
+
+def exact(returned: Tensors, *names: str) -> Tensors:
+    """The outputs of these names that were returned."""
+    return {name: returned[name] for name in names if name in returned}
+
+
+def near(*pairs: tuple[Tensor | None, Tensor]) -> Tensor:
+    """1.0 if each first tensor, which an answer returned, is in bf16 and near the second one; else 0.0."""
+    return torch.tensor(float(all(
+        got is not None and got.shape == wanted.shape and got.dtype == torch.bfloat16
+        and bool((got.double() - wanted).norm() <= BF16_ERROR * wanted.norm()) for got, wanted in pairs)))
+
+
+def draw_attention(seed: int, hidden: bool) -> Tensors:
+    """Queries, keys, values and the gradient of the output, (4, B, H, T, D); T is no multiple of a tile."""
+    generator = random_inputs.generator(seed)
+    return {"qkvg": random_inputs.normal(generator, *((4, 2, 2, 43, 32) if hidden else (4, 2, 2, 37, 16)))}
+
+
+def laid_out(x: Tensor, layout: int) -> Tensor:
+    """A copy of x (B, H, T, D) in one of four layouts, none contiguous, with guarded rows behind each head's last token."""
+    B, H, T, D = x.shape
+    shape = ((B, T + GUARD, H, D), (B, H, T + GUARD, D), (B, T + GUARD, H, 2 * D), (B, H, T + GUARD, 2 * D))[layout]
+    room = torch.full(shape, GUARD_VALUE, dtype=x.dtype)
+    view = (room if layout % 2 else room.transpose(1, 2))[:, :, :T, -D:]
+    return view.copy_(x)
+
+
+def guarded_lse(B: int, H: int, T: int) -> Tensor:
+    """Memory for (B, H, T) numbers, contiguous, with guarded ones behind them."""
+    return torch.full((B * H * T + GUARD,), GUARD_VALUE)[:B * H * T].view(B, H, T)
+
+
+def guards_kept(*tensors: Tensor) -> bool:
+    """Whether nothing has changed in the memory of these tensors that is not theirs."""
+    for x in tensors:
+        room = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).clone()
+        room.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(GUARD_VALUE)
+        if not (room == GUARD_VALUE).all():
+            return False
+    return True
+
+
+@dataclass
+class Accesses:
+    """What interpreted kernels load and store: of each watched tensor the elements loaded, and whether all is within them."""
+
+    loads: list[int]
+    inside: bool = True
+
+
+@contextmanager
+def watched(*tensors: Tensor) -> Iterator[Accesses]:
+    """Watch the interpreted kernels inside the block, which use these tensors alone.
+
+    A load from elsewhere gives zeros, and a store to elsewhere is dropped: the interpreter itself would crash.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    accesses = Accesses([0] * len(tensors))
+    load, store = builder.create_masked_load, builder.create_masked_store
+    bounds = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+
+    def allowed(pointers: Any, mask: Any) -> list[Any]:
+        owners = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
+        within = functools.reduce(operator.or_, owners)
+        accesses.inside = accesses.inside and bool((within == mask.data).all())
+        mask.data = within
+        return owners
+
+    def watched_load(pointers: Any, mask: Any, *others: Any) -> Any:
+        for i, owned in enumerate(allowed(pointers, mask)):
+            accesses.loads[i] += int(owned.sum())
+        return load(pointers, mask, *others)
+
+    def watched_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        allowed(pointers, mask)
+        return store(pointers, value, mask, *others)
+
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    try:
+        yield accesses
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+
+
+def ranges(kernel: Any, T: int) -> Tensor:
+    """What a kernel of ranges stores, causal and not, for several tile sizes, end to end."""
+    found = []
+    for causal in (True, False):
+        for rows, columns in ((16, 32), (32, 16)):
+            blocks = triton.cdiv(T, rows)
+            stored = torch.full((blocks, 2), -1, dtype=torch.int32)
+            kernel[(blocks,)](stored, T, causal, rows, columns)
+            found.append(stored.flatten())
+    return torch.cat(found).double()
+
+
+CASES = (("wide", True, Tiles(16, 32), 1.0), ("tall", True, Tiles(32, 16), 1.0), ("all", False, Tiles(16, 16), 1.0),
+         ("large", True, Tiles(16, 16), 40.0))       # name, causal, tiles, factor of the queries
+
+
+def run_flash_forward(inputs: Tensors) -> Tensors:
+    """Output and log-sum-exp in float32 of four cases, output in bf16, the ranges, and whether too much is read or written."""
+    found: Tensors = {}
+    kept, thrifty = True, True
+    cases = [(name, causal, tiles, inputs["qkvg"][:3, :1].float() * torch.tensor([size, 1, 1]).view(3, 1, 1, 1, 1))
+             for name, causal, tiles, size in CASES]                    # one sample
+    for name, causal, tiles, qkv in [*cases, ("bf16", True, Tiles(32, 32), inputs["qkvg"][:3].bfloat16())]:
+        q, k, v = (laid_out(x, i) for i, x in enumerate(qkv))
+        y, lse = laid_out(torch.zeros_like(q), 3), guarded_lse(*q.shape[:3])
+        with watched(q, k, v, y, lse) as accesses:
+            launch_forward(q, k, v, y, lse, causal, tiles)
+        kept = kept and accesses.inside and guards_kept(y, lse)
+        thrifty = thrifty and max(accesses.loads[1:3]) <= most_loads(q, causal, tiles)
+        found |= {f"{name}_y": y, f"{name}_lse": lse}
+    return found | {"ranges": ranges(key_range_kernel, q.shape[2]), "reads": torch.tensor(float(thrifty)),
+                    "guards": torch.tensor(float(kept))}
+
+
+def most_loads(x: Tensor, causal: bool, tiles: Tiles) -> int:
+    """The elements of whole tiles that a kernel has to load of keys, or of values, for all blocks of queries."""
+    B, H, T, D = x.shape
+    ends = [min((block + 1) * tiles.rows, T) if causal else T for block in range(triton.cdiv(T, tiles.rows))]
+    return B * H * D * sum(triton.cdiv(end, tiles.columns) * tiles.columns for end in ends)
+
+
+def weigh_flash_forward(inputs: Tensors, returned: Tensors) -> Tensors:
+    """Replace the output in bf16 by whether it is near the one in float64."""
+    q, k, v = inputs["qkvg"][:3].bfloat16().double()
+    names = [f"{case[0]}_{part}" for case in CASES for part in ("y", "lse")]
+    return exact(returned, *names, "ranges", "reads", "guards") | {
+        "bf16": near((returned.get("bf16_y"), plain_attention(q, k, v, True)))}
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention with all scores in memory."""
+    s = q @ k.mT / math.sqrt(q.shape[-1])                               # (B, H, T, T)
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    return s.softmax(-1) @ v
+
+
+def run_flash_backward(inputs: Tensors) -> Tensors:
+    """Gradients in float32 of three cases and in bf16, the ranges, and whether the kernel of keys reads too much."""
+    found: Tensors = {}
+    thrifty = True
+    cases = [(name, causal, tiles, inputs["qkvg"][:, :1].float()) for name, causal, tiles, _ in CASES[:3]]
+    for name, causal, tiles, qkvg in [*cases, ("bf16", True, Tiles(32, 32), inputs["qkvg"].bfloat16())]:
+        q, k, v, dy = (laid_out(x, i) for i, x in enumerate(qkvg))
+        y, lse = flash_forward(q, k, v, causal, tiles)
+        dq, dk, dv = (laid_out(torch.zeros_like(q), i) for i in (3, 2, 1))
+        delta = guarded_lse(*q.shape[:3])
+        launch_backward_queries(q, k, v, y, dy, lse, delta, dq, causal, tiles)
+        with watched(q, dy, k, v, lse, delta, dk, dv) as accesses:
+            launch_backward_keys(q, k, v, dy, lse, delta, dk, dv, causal, tiles)
+        thrifty = thrifty and accesses.inside and max(accesses.loads[:2]) <= most_queries(q, causal, tiles)
+        found |= {f"{name}_dq": dq, f"{name}_dk": dk, f"{name}_dv": dv}
+    return found | {"ranges": ranges(query_range_kernel, q.shape[2]), "reads": torch.tensor(float(thrifty))}
+
+
+def most_queries(x: Tensor, causal: bool, tiles: Tiles) -> int:
+    """The elements of whole tiles that a kernel has to load of queries, or of gradients, for all blocks of keys."""
+    B, H, T, D = x.shape
+    begins = [block * tiles.rows // tiles.columns * tiles.columns if causal else 0 for block in range(triton.cdiv(T, tiles.rows))]
+    return B * H * D * sum(T - begin for begin in begins)
+
+
+def weigh_flash_backward(inputs: Tensors, returned: Tensors) -> Tensors:
+    """Replace the gradients in bf16 by whether they are near those in float64."""
+    q, k, v, dy = inputs["qkvg"].bfloat16().double()
+    for x in (q, k, v):
+        x.requires_grad_()
+    wanted = torch.autograd.grad(plain_attention(q, k, v, True), (q, k, v), dy)
+    names = [f"{case[0]}_{part}" for case in CASES[:3] for part in ("dq", "dk", "dv")]
+    pairs = [(returned.get(f"bf16_{name}"), gradient) for name, gradient in zip(("dq", "dk", "dv"), wanted, strict=True)]
+    return exact(returned, *names, "ranges", "reads") | {"bf16": near(*pairs)}
+
+
+HERE = __name__
+ROUNDING = {"bf16": "it is further from the result in float64 than rounding explains, or not in bf16"}
+OUTSIDE = "a pointer leads elsewhere, or rows of y or numbers of lse behind token T have changed"
+READS = "more is loaded than the tiles that causality leaves, each once"
+EXERCISES = [
+    Exercise("online-softmax", "19", (f"{HERE}.online_softmax",), draw_scores, run_online_softmax, weigh=weigh_online_softmax,
+             tolerance=1e-5, limits=QUICK, flags=ROUNDING, claims={
+        "y": "after the last tile the output is the softmax of all scores, times the values",
+        "lse": "the running maximum and sum give the log-sum-exp of all scores",
+        "large_y": "scores of a thousand, whose exponential no number can hold, give finite outputs",
+        "large_lse": "and their log-sum-exps are right",
+        "bf16": "with values in bf16 the output is right up to rounding"}),
+    Exercise("flash-forward", "19", tuple(f"{HERE}.{name}" for name in ("key_range", "attend_keys", "flash_forward_kernel")),
+             draw_attention, run_flash_forward, weigh=weigh_flash_forward, tolerance=1e-5, limits=QUICK, points=3,
+             flags=ROUNDING | {"reads": READS, "guards": OUTSIDE}, claims={
+        "ranges": "each block of queries knows up to where all keys are seen, and behind which key none is",
+        "wide_y": "causal attention is right if a tile has more keys than the block has queries",
+        "wide_lse": "and so is its log-sum-exp",
+        "tall_y": "causal attention is right if the block has more queries than a tile has keys",
+        "tall_lse": "and so is its log-sum-exp",
+        "all_y": "without causality every query sees every key, and none beyond the last one",
+        "all_lse": "and so its log-sum-exp counts them all",
+        "large_y": "large scores give finite outputs",
+        "large_lse": "and finite log-sum-exps",
+        "bf16": "in bf16 the output is right up to rounding, for each head of each sample",
+        "reads": "each block loads the tiles that its queries see, once, and no others",
+        "guards": "nothing is read or written outside the tensors, or written beyond the last token"}),
+    Exercise("flash-backward", "19", tuple(f"{HERE}.{name}" for name in ("query_gradient", "key_gradients", "query_range")),
+             draw_attention, run_flash_backward, weigh=weigh_flash_backward, tolerance=1e-5, limits=QUICK, points=3,
+             flags=ROUNDING | {"reads": READS}, claims={
+        "ranges": "each block of keys knows which queries are the first to see it, and from which one on all do",
+        "wide_dq": "the gradient of the queries is right with causality",
+        "wide_dk": "so is that of the keys",
+        "wide_dv": "and that of the values",
+        "tall_dq": "with blocks larger than tiles, the gradient of the queries is right",
+        "tall_dk": "so is that of the keys",
+        "tall_dv": "and that of the values",
+        "all_dq": "without causality the gradient of the queries is right",
+        "all_dk": "so is that of the keys",
+        "all_dv": "and that of the values",
+        "bf16": "in bf16 all three are right up to rounding",
+        "reads": "each block of keys loads the tiles of queries that see it, once, and no others"}),
+]

@@ -145,7 +145,10 @@ def load_answer(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     future = 0
-    for cell, line, text in json.loads(path.read_text(encoding="utf-8")):
+    pieces = json.loads(path.read_text(encoding="utf-8"))
+    for cell in {cell for cell, *_ in pieces}:       # lines of a longer answer before this one would follow its last line,
+        linecache.cache.pop(cell, None)              # and Triton would read them as part of its last kernel
+    for cell, line, text in pieces:
         register_lines(cell, line, text)
         code = compile("\n" * (line - 1) + text, cell, "exec", future, dont_inherit=True)
         future |= code.co_flags & __future__.annotations.compiler_flag          # applies to all later pieces
