@@ -20,6 +20,7 @@ from course.bench.command_line import command
 from course.bench.gpu_clock import clock_and_power
 from course.lab.exercises import lesson19_flash_attention as lesson
 from course.lab.exercises.lesson19_flash_attention import Tiles
+from course.lab.instruments import kernel_tuning
 from course.ops.triton_language import triton
 from course.parallel import joined
 from course.utils.atomic_files import atomic
@@ -41,8 +42,6 @@ CANDIDATES = {
 }
 SMALL = {(kernel, 16): [Tiles(16, 16), Tiles(32, 16)] for kernel, _ in CANDIDATES}
 PRODUCTS = {"forward": 2, "backward, queries": 3, "backward, keys": 4, "backward": 5}   # the fewest matmuls with T x T scores
-KERNELS_PER_SM, THREADS_PER_SM, REGISTERS_PER_SM = 32, 2048, 65536                      # Hopper
-SHARED_PER_SM, SHARED_RESERVED = 228 * 1024, 1024
 Row = dict[str, Any]
 
 
@@ -81,39 +80,17 @@ class Attention:
         return row
 
 
-def compiler_report(compiled: Any, warps: int) -> Row:
-    """What the compiler says about a kernel, and how many programs a multiprocessor has room for; {} if it is interpreted."""
-    if compiled is None:
-        return {}
-    compiled._init_handles()
-    registers = -(-compiled.n_regs // 8) * 8                            # a thread gets them in eights
-    room = {"registers": REGISTERS_PER_SM // (registers * 32 * warps),
-            "shared memory": SHARED_PER_SM // (compiled.metadata.shared + SHARED_RESERVED),
-            "threads": min(THREADS_PER_SM // (32 * warps), KERNELS_PER_SM)}
-    return {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared_kb": compiled.metadata.shared / 1024,
-            "programs_per_sm": min(room.values()), "limited_by": min(room, key=lambda name: room[name])}
-
-
 def tune(attention: Attention, kernel: str, candidates: list[Tiles]) -> tuple[Tiles, list[Row]]:
-    """(the fastest of these configurations, a row for each): what `triton.autotune` does, with the compiler's report.
-
-    A configuration that needs more shared memory or registers than there are is left out, with the reason in its row.
-    """
-    rows, times = [], {}
-    for tiles in candidates:
-        configuration = {"rows": tiles.rows, "columns": tiles.columns, "warps": tiles.warps, "stages": tiles.stages,
-                         "most_registers": tiles.registers}
-        try:
-            report = compiler_report(attention.launch(kernel, tiles), tiles.warps)
-            times[tiles] = timing.seconds(lambda tiles=tiles: attention.launch(kernel, tiles), attention.device, laps=5)
-        except triton.runtime.errors.OutOfResources as error:
-            rows.append({"who": "lesson", "kernel": kernel, "error": str(error)} | configuration)
-            continue
-        rows.append(attention.row("lesson", kernel, times[tiles]) | configuration | report)
+    """(the fastest of these configurations, a row for each)."""
+    tried = kernel_tuning.tune(lambda tiles: attention.launch(kernel, tiles), candidates, attention.device)
+    best, rows = kernel_tuning.fastest(tried), []
+    for tiles, report in tried.items():
+        row = {"who": "lesson", "kernel": kernel}
+        if "seconds" in report:
+            row = attention.row("lesson", kernel, report.pop("seconds"))
+        rows.append(row | {"rows": tiles.rows, "columns": tiles.columns, "warps": tiles.warps, "stages": tiles.stages,
+                           "most_registers": tiles.registers, "fastest": tiles == best} | report)
         print(f"    {tiles} {report}", flush=True)
-    best = min(times, key=lambda tiles: times[tiles])
-    for row in rows:
-        row["fastest"] = row.get("ms") == 1e3 * times[best]
     return best, rows
 
 

@@ -213,6 +213,9 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "zero-optimizer": "states lean shares kept",
     "vocabulary-embedding": "kept sent",
     "vocabulary-loss": "numbers kept",
+    "online-softmax": "bf16",
+    "flash-forward": "ranges bf16 reads guards",
+    "flash-backward": "ranges bf16 reads",
 }
 
 

@@ -8,11 +8,7 @@ gradients (B, H, T, D), whose last dim is adjacent in memory; lse and delta (B, 
 and at least 16.
 """
 
-import functools
 import math
-import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +17,7 @@ from torch import Tensor
 
 from course.lab.checks import random_inputs
 from course.lab.checks.exercise import Exercise, Tensors
+from course.lab.instruments.watched_memory import watched
 from course.lab.sandbox.limits import Limits
 from course.ops.triton_language import tl, triton
 from course.utils.errors import CourseError
@@ -341,16 +338,21 @@ def flash_backward(q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: 
 
 
 @triton.jit
-def fold_tiles_kernel(s, v, y, lse, R, S, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Run `online_softmax` over ROWS rows of given scores: s (R, S), v (S, D), y (R, D), lse (R,), all contiguous."""
-    row, ones = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.zeros((ROWS,), tl.float32)
-    top, total, out = ones - float("inf"), ones, tl.zeros((ROWS, D), tl.float32)
+def fold_tiles_kernel(s, v, y, lse, tops, totals, R, S, scale, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Run `online_softmax` over ROWS rows of given scores: s (R, S), v (S, D), y (R, D), lse (R,), all contiguous.
+
+    It also stores the running maximum and sum after each tile: tops, totals (tiles, R).
+    """
+    row, zeros = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.zeros((ROWS,), tl.float32)
+    top, total, out = zeros - float("inf"), zeros, tl.zeros((ROWS, D), tl.float32)
     for start in range(0, S, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = (row < R)[:, None] & (column < S)[None, :]
         tile = tl.load(s + row[:, None] * S + column[None, :], mask=inside, other=-float("inf"))
         tile = tl.where((row < R)[:, None], tile, 0.0)
         top, total, out = online_softmax(top, total, out, tile, load_tile(v, column, D, S, D, True), scale)
+        tl.store(tops + start // COLUMNS * R + row, top, mask=row < R)
+        tl.store(totals + start // COLUMNS * R + row, total, mask=row < R)
     store_tile(y, out / total[:, None], row, D, R, D)
     tl.store(lse + row, top + tl.log2(total), mask=row < R)
 
@@ -383,14 +385,22 @@ def draw_scores(seed: int, hidden: bool) -> Tensors:
     return {"scores": scores, "values": random_inputs.normal(generator, S, D)}
 
 
+def fold_tiles(scores: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`online_softmax` over tiles of 16 keys: (softmax(scores) values, log-sum-exp, and after each tile maximum and sum).
+
+    scores (R, S) float32, values (S, D) -> (R, D), (R,), 2 x (tiles, R).
+    """
+    (R, S), D = scores.shape, values.shape[1]
+    y, lse, (tops, totals) = values.new_empty(R, D), torch.empty(R), torch.empty(2, triton.cdiv(S, 16), R)
+    fold_tiles_kernel[(triton.cdiv(R, 16),)](scores, values, y, lse, tops, totals, R, S, scale, D, 16, 16)
+    return y, lse, tops, totals
+
+
 def run_online_softmax(inputs: Tensors) -> Tensors:
     """Output and log-sum-exp of rows in float32, with large scores too, and with values in bf16."""
     found: Tensors = {}
     for name, size, dtype in (("", 1.0, torch.float32), ("large_", 300.0, torch.float32), ("bf16_", 1.0, torch.bfloat16)):
-        scores, values = (inputs["scores"] * size).float(), inputs["values"].to(dtype)
-        (R, S), D = scores.shape, values.shape[1]
-        y, lse = torch.empty(R, D, dtype=dtype), torch.empty(R)
-        fold_tiles_kernel[(triton.cdiv(R, 16),)](scores, values, y, lse, R, S, math.log2(math.e) / 4, D, 16, 16)
+        y, lse, *_ = fold_tiles((inputs["scores"] * size).float(), inputs["values"].to(dtype), math.log2(math.e) / 4)
         found |= {f"{name}y": y, f"{name}lse": lse}
     return found
 
@@ -442,49 +452,6 @@ def guards_kept(*tensors: Tensor) -> bool:
         if not (room == GUARD_VALUE).all():
             return False
     return True
-
-
-@dataclass
-class Accesses:
-    """What interpreted kernels load and store: of each watched tensor the elements loaded, and whether all is within them."""
-
-    loads: list[int]
-    inside: bool = True
-
-
-@contextmanager
-def watched(*tensors: Tensor) -> Iterator[Accesses]:
-    """Watch the interpreted kernels inside the block, which use these tensors alone.
-
-    A load from elsewhere gives zeros, and a store to elsewhere is dropped: the interpreter itself would crash.
-    """
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    accesses = Accesses([0] * len(tensors))
-    load, store = builder.create_masked_load, builder.create_masked_store
-    bounds = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
-
-    def allowed(pointers: Any, mask: Any) -> list[Any]:
-        owners = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
-        within = functools.reduce(operator.or_, owners)
-        accesses.inside = accesses.inside and bool((within == mask.data).all())
-        mask.data = within
-        return owners
-
-    def watched_load(pointers: Any, mask: Any, *others: Any) -> Any:
-        for i, owned in enumerate(allowed(pointers, mask)):
-            accesses.loads[i] += int(owned.sum())
-        return load(pointers, mask, *others)
-
-    def watched_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        allowed(pointers, mask)
-        return store(pointers, value, mask, *others)
-
-    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
-    try:
-        yield accesses
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
 
 
 def ranges(kernel: Any, T: int) -> Tensor:
