@@ -42,3 +42,25 @@ def test_running_softmax_ends_with_the_log_sum_exp():
     left, right = flash_attention.running_softmax(tops, totals, ["rising", "falling"]).axes
     assert [list(line.get_ydata()) for line in left.lines] == tops.T.tolist()
     assert [list(line.get_ydata()) for line in right.lines] == totals.T.tolist()
+
+
+def recorded_row(who, kernel, tflops, **more):
+    return {"who": who, "kernel": kernel, "head_dim": 64, "tokens": 4096, "causal": True, "tflops": tflops} | more
+
+
+def test_speeds_take_the_lessons_best_and_compare_it_with_flash():
+    rows = [recorded_row("lesson", "forward", 250.0), recorded_row("lesson", "forward", 300.0, best=True),
+            recorded_row("flash", "forward", 400.0), recorded_row("flash", "backward", 200.0)]
+    assert flash_attention.speeds(rows, "forward") == {
+        "heads of 64, 4,096 tokens, causal": {"lesson": 300.0, "flash": 400.0, "lesson / flash": 0.75}}
+
+
+def test_configurations_are_sorted_and_leave_out_what_does_not_fit():
+    report = {"rows": 64, "columns": 32, "warps": 4, "stages": 2, "most_registers": 0, "registers": 128, "spills": 0,
+              "shared_kb": 32.0, "programs_per_sm": 4, "limited_by": "registers"}
+    rows = [recorded_row("lesson", "forward", 200.0) | report, recorded_row("lesson", "forward", 300.0) | report | {"stages": 3},
+            {"who": "lesson", "kernel": "forward", "error": "out of resource"}, recorded_row("flash", "forward", 400.0),
+            recorded_row("lesson", "forward", 500.0, tokens=16384) | report]
+    table = flash_attention.configurations(rows, "forward", 64, 4096, True)
+    assert list(table) == ["64 x 32, 4 warps, 3 stages", "64 x 32, 4 warps, 2 stages"]
+    assert [values["warps on an SM"] for values in table.values()] == [16, 16]

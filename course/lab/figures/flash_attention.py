@@ -1,6 +1,6 @@
-"""Figures of lesson 19: which tiles FlashAttention reads, and how the running maximum and sum of an online softmax move."""
+"""Figures and tables of lesson 19: the tiles that FlashAttention reads, a running maximum and sum, recorded speeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,3 +58,30 @@ def running_softmax(tops: Tensor, totals: Tensor, rows: Sequence[str]) -> Figure
     label(axes[1], "tiles so far", "sum of exponentials, relative to it", "running sum", "major")
     axes[0].legend()
     return figure
+
+
+def speeds(rows: Sequence[Mapping[str, Any]], kernel: str) -> dict[str, dict[str, float]]:
+    """TFLOP/s of "forward" or "backward" by shape and who computes it, and the lesson's over flash's; rows: recorded ones."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kernel"] == kernel and (row["who"] != "lesson" or row.get("best")):
+            shape = f"heads of {row['head_dim']}, {row['tokens']:,} tokens{', causal' if row['causal'] else ''}"
+            found.setdefault(shape, {})[row["who"]] = row["tflops"]
+    return {shape: rates | {"lesson / flash": rates["lesson"] / rates["flash"]} for shape, rates in found.items()}
+
+
+def configurations(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, tokens: int,
+                   causal: bool) -> dict[str, dict[str, Any]]:
+    """TFLOP/s and the compiler's report by configuration, the fastest first; those that do not fit are left out."""
+    fitting = [row for row in rows if "programs_per_sm" in row and (row["kernel"], row["head_dim"], row["tokens"], row["causal"])
+               == (kernel, head_dim, tokens, causal)]
+    return {configuration_name(row): {
+        "TFLOP/s": row["tflops"], "registers": row["registers"], "spilled": row["spills"], "shared KB": row["shared_kb"],
+        "programs on an SM": row["programs_per_sm"], "warps on an SM": row["programs_per_sm"] * row["warps"],
+        "limited by": row["limited_by"]} for row in sorted(fitting, key=lambda row: -row["tflops"])}
+
+
+def configuration_name(row: Mapping[str, Any]) -> str:
+    """A configuration in words."""
+    limit = f", at most {row['most_registers']} registers" if row["most_registers"] else ""
+    return f"{row['rows']} x {row['columns']}, {row['warps']} warps, {row['stages']} stages{limit}"

@@ -186,6 +186,8 @@ def installed_answers(objects: tuple[str, ...], answers: dict[str, Any]) -> Iter
 
 def describe_error(error: BaseException) -> dict[str, str]:
     """Report an error: its kind, a text with the learner's lines in the traceback, and a cure if one is known."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__:       # Triton's interpreter wraps what a kernel raises
+        error = error.__cause__
     return_values = sys.modules.get("course.lab.checks.return_values")    # not imported: no such error possible
     if return_values and isinstance(error, return_values.InvalidReturn):
         return {"kind": "InvalidReturn", "text": error.text, "cure": error.cure}
