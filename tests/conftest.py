@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from course.data.weather import layout
+from course.ops import triton_language  # noqa: F401  # before anything imports Triton: it chooses the interpreter
 from course.planner import kernel_efficiency
 from course.ranks import notebook_ranks
 

@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from course.ops import triton_language
 from course.utils.errors import CourseError, did_you_mean
 from course.utils.machine import cores
 
@@ -202,9 +203,18 @@ def precisions(capability: tuple[int, int]) -> list[Row]:
 
 
 def package_rows() -> list[Row]:
-    """Transformer Engine and DALI, tried in parallel."""
+    """Triton, Transformer Engine and DALI; the last two tried in parallel."""
     with ThreadPoolExecutor() as pool:
-        return [task.result() for task in [pool.submit(transformer_engine_row), pool.submit(dali_row)]]
+        tried = [pool.submit(transformer_engine_row), pool.submit(dali_row)]
+        return [triton_row(), *(task.result() for task in tried)]
+
+
+def triton_row() -> Row:
+    """Triton, and whether kernels are interpreted or compiled here."""
+    if not triton_language.INSTALLED:
+        return Row("Triton", "not installed", None, triton_language.CURE, "triton")
+    how = "interprets kernels on the CPU" if triton_language.INTERPRETED else "compiles kernels for the GPU"
+    return Row("Triton", f"{triton_language.triton.__version__}, {how}", True, need="triton")
 
 
 def transformer_engine_row() -> Row:

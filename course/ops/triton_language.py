@@ -21,7 +21,7 @@ import torch
 from course.utils.errors import CourseError
 
 INSTALLED = importlib.util.find_spec("triton") is not None
-CURE = ('on Linux, pip install "course[kernels]"; a CUDA build of PyTorch brings its own Triton'
+CURE = ('pip install "course[kernels]" (a CUDA build of PyTorch brings its own Triton)'
         if sys.platform == "linux" else "Triton is for Linux: use a Linux machine, a container or WSL")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -32,11 +32,11 @@ class MissingKernel:
     """A kernel on a machine without Triton: it can be defined, and launching it raises `CourseError`."""
 
     def __init__(self, function: Callable[..., Any]):
-        self.fn = function
+        self.fn, self.__name__ = function, function.__name__
 
     def __getitem__(self, grid: Any) -> Callable[..., NoReturn]:
         def launch(*arguments: Any, **options: Any) -> NoReturn:
-            raise CourseError(f"the kernel `{self.fn.__name__}` needs Triton, which is not installed: {CURE}")
+            raise CourseError(f"the kernel `{self.fn.__name__}` needs Triton, which is not installed; {CURE}")
 
         return launch
 

@@ -1,5 +1,6 @@
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,8 @@ from course.utils.errors import CourseError
 def test_the_table_is_printed_and_nothing_is_needed(capsys):
     assert doctor.main() == 0
     out = capsys.readouterr().out
-    for what in ("Python", "PyTorch", "CUDA", "cuDNN", "NCCL", "GPU", "FP8", "Transformer Engine", "DALI", "HDF5", "Slurm"):
+    for what in ("Python", "PyTorch", "CUDA", "cuDNN", "NCCL", "GPU", "FP8", "Triton", "Transformer Engine", "DALI", "HDF5",
+                 "Slurm"):
         assert what in out
 
 
@@ -43,6 +45,16 @@ def test_slurm_without_a_cluster_is_not_called_missing(monkeypatch, tmp_path, sc
     row, *_ = doctor.tool_rows()
     assert row.found == told and row.ok is (True if "99" in told else None)
     assert ("cluster start" in row.cure) == ("exit" in script)
+
+
+@pytest.mark.parametrize(("installed", "interpreted", "words"), [
+    (True, True, "interprets kernels on the CPU"), (True, False, "compiles kernels for the GPU"), (False, True, "not installed")])
+def test_triton_is_named_with_what_it_does_here(monkeypatch, installed, interpreted, words):
+    monkeypatch.setattr(doctor.triton_language, "INSTALLED", installed)
+    monkeypatch.setattr(doctor.triton_language, "INTERPRETED", interpreted)
+    monkeypatch.setattr(doctor.triton_language, "triton", SimpleNamespace(__version__="3.9.0"))
+    row = doctor.triton_row()
+    assert words in row.found and row.ok is (True if installed else None) and bool(row.cure) is not installed
 
 
 def test_only_what_is_asked_for_can_be_missing():

@@ -25,7 +25,8 @@ def test_an_error_inside_a_kernel_names_the_learners_line():
 
 def test_a_kernel_keeps_no_lines_of_a_longer_answer_before_it():
     source = right(find("flash-forward"))
-    longer = source.replace("    store_tile(y +", "    sums = total\n    store_tile(y +").replace("tl.log2(total)", "tl.log2(sums)")
+    longer = source.replace("    store_tile(y +", "    sums = total\n    store_tile(y +")
+    longer = longer.replace("tl.log2(total)", "tl.log2(sums)")
     one, other = runs_of("flash-forward", longer, source)
     assert not one.error and not other.error
 
