@@ -2,9 +2,9 @@
 
     from course.ops.triton_language import tl, triton
 
-Triton decides at each `@triton.jit` whether to interpret. So lessons, checks and tests import Triton from here, and the
-environment variable TRITON_INTERPRET is set in this file alone. If it is set to 1 already, kernels are interpreted on a machine
-with a GPU too. The library's own dispatch does not change: it takes a kernel if a tensor is on a GPU.
+Triton decides at each `@triton.jit` whether to interpret. So lessons, checks and tests import Triton from here, and this file
+sets the environment variable TRITON_INTERPRET; processes of checks start with it. If it is 1 already, kernels are interpreted
+on a machine with a GPU too. The library's own dispatch does not change: it takes a kernel if a tensor is on a GPU.
 
 Where Triton is not installed, `triton.jit` accepts a kernel, and launching it raises a `CourseError` that says what to do.
 """
@@ -12,7 +12,9 @@ Where Triton is not installed, `triton.jit` accepts a kernel, and launching it r
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,12 +22,13 @@ import torch
 
 from course.utils.errors import CourseError
 
+INTERPRET = "TRITON_INTERPRET"
 INSTALLED = importlib.util.find_spec("triton") is not None
 CURE = ('pip install "course[kernels]" (a CUDA build of PyTorch brings its own Triton)'
         if sys.platform == "linux" else "Triton is for Linux: use a Linux machine, a container or WSL")
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+    os.environ[INTERPRET] = "1"
+INTERPRETED = os.environ.get(INTERPRET) == "1"
 
 
 class MissingKernel:
@@ -58,6 +61,7 @@ class MissingTriton:
         return 1 << (n - 1).bit_length()
 
 
+@cache
 def prepare_interpreter() -> None:
     """Mend what would make an interpreted kernel differ from a compiled one, or stop.
 
@@ -91,6 +95,25 @@ def prepare_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_tensor_with_index
     builder.create_dot, builder.cast_impl = dot_of_numbers, rounding_cast
     JITFunction.__call__ = call_interpreted          # without an interpreter it only raises
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside the block, kernels are interpreted, also those that are compiled elsewhere. Their tensors are on the CPU."""
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    prepare_interpreter()
+    run = JITFunction.run
+
+    def run_interpreted(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        interpreter.InterpretedFunction(self.fn)[grid](*arguments, **options)
+
+    JITFunction.run = run_interpreted
+    try:
+        yield
+    finally:
+        JITFunction.run = run
 
 
 if INSTALLED:

@@ -213,6 +213,8 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "zero-optimizer": "states lean shares kept",
     "vocabulary-embedding": "kept sent",
     "vocabulary-loss": "numbers kept",
+    "copy": "loads stores programs tiles alone guards",
+    "fused-gelu": "bf16 loads stores bias programs tiles alone guards",
     "online-softmax": "bf16",
     "flash-forward": "ranges bf16 reads guards",
     "flash-backward": "ranges bf16 reads",

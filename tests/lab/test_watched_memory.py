@@ -1,5 +1,9 @@
 """Loads and stores of interpreted kernels."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -21,8 +25,41 @@ def test_loads_are_counted_without_what_the_mask_leaves_out():
     x, y = torch.arange(10.0), torch.zeros(10)
     with watched(x, y) as accesses:
         add_one_kernel[(3,)](x, y, 10, 0, 4)
-    assert accesses.loads == [10, 0] and accesses.inside and torch.equal(y, x + 1)
-    assert accesses.visits == [((0, 0, 0), 0, 0), ((1, 0, 0), 0, 4), ((2, 0, 0), 0, 8)]
+    assert accesses.loads == [10, 0] and accesses.stores == [0, 10] and accesses.inside and torch.equal(y, x + 1)
+    assert accesses.programs == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert [(visit.program[0], visit.tensor, visit.first, visit.stored) for visit in accesses.visits] == [
+        (program, tensor, 4 * program, tensor == 1) for program in range(3) for tensor in range(2)]
+    assert accesses.visits[-1].elements.tolist() == [8, 9]
+
+
+def test_what_pytorch_computes_is_noted_and_views_are_not():
+    x, y = torch.arange(10.0), torch.zeros(10)
+    with watched(x, y) as accesses:
+        add_one_kernel[(3,)](x[::1], y.view(2, 5), 10, 0, 4)
+        torch.empty_like(x)
+    assert accesses.pytorch == []
+    with watched(x, y) as accesses:
+        add_one_kernel[(3,)](x.contiguous(), y, 10, 0, 4)
+        y.mul_(x + 1)
+    assert accesses.pytorch == ["add", "mul_"]
+
+
+COMPILED = """
+import torch
+torch.cuda.is_available = lambda: True              # then kernels are compiled, and this machine could not
+from tests.lab.test_watched_memory import add_one_kernel, watched
+from course.ops.triton_language import INTERPRETED
+x, y = torch.arange(10.0), torch.zeros(10)
+with watched(x, y) as accesses:
+    add_one_kernel[(3,)](x, y, 10, 0, 4)
+print(INTERPRETED, accesses.loads, torch.equal(y, x + 1))
+"""
+
+
+def test_kernels_that_are_compiled_elsewhere_are_watched_too():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert run.stdout == "False [10, 0] True\n", run.stderr
 
 
 def test_accesses_elsewhere_are_noticed_and_do_nothing():

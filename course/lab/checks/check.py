@@ -35,6 +35,7 @@ from course.lab.instruments.bytes_sent import excess_kinds
 from course.lab.sandbox import sandbox
 from course.lab.sandbox.child import START_VARIABLE
 from course.lab.sandbox.scratch_folder import read_untrusted, remove
+from course.ops import triton_language
 from course.ranks.collective_mismatch import CELL
 from course.utils.errors import CourseError
 
@@ -415,7 +416,7 @@ def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Ten
             (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))), encoding="utf-8")
         package = blanked_package(exercise.objects)
         outcome = sandbox.run([sys.executable, "-m", "course.lab.sandbox.child", str(folder)], folder, [package],
-                            {"PYTHONPATH": str(package)}, limits, layers, START_VARIABLE)
+                            {"PYTHONPATH": str(package), triton_language.INTERPRET: "1"}, limits, layers, START_VARIABLE)
         runs = [with_weighed_outputs(exercise, inputs, read_run(folder, number, size, outcome, exercise))
                 for number, (_, inputs) in enumerate(answers)]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], outcome

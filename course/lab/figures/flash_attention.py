@@ -17,8 +17,8 @@ def tile_order(accesses: Accesses, rows: int, columns: int, D: int) -> np.ndarra
 
     accesses: of a forward pass of one head, watched(q, k, ...), contiguous with heads of D. A program loads its queries first.
     """
-    blocks = {program: offset // D // rows for program, tensor, offset in accesses.visits if tensor == 0}
-    reads = [(blocks[program], offset // D // columns) for program, tensor, offset in accesses.visits if tensor == 1]
+    blocks = {visit.program: visit.first // D // rows for visit in accesses.visits if visit.tensor == 0}
+    reads = [(blocks[visit.program], visit.first // D // columns) for visit in accesses.visits if visit.tensor == 1]
     order = np.zeros((1 + max(blocks.values()), 1 + max(tile for _, tile in reads)), dtype=int)
     for block, tile in reads:
         order[block, tile] = order[block].max() + 1

@@ -5,9 +5,27 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course.ops import triton_language
+
+
+class Visit(NamedTuple):
+    """A load or a store of one program."""
+
+    program: tuple[int, int, int]
+    tensor: int                                      # which of the watched tensors
+    elements: np.ndarray                             # offsets in that tensor's memory, in elements; masked ones are left out
+    stored: bool = False
+
+    @property
+    def first(self) -> int:
+        """The smallest offset."""
+        return int(self.elements.min())
 
 
 @dataclass
@@ -15,44 +33,78 @@ class Accesses:
     """What interpreted kernels have loaded and stored."""
 
     loads: list[int]                                 # elements loaded from each watched tensor
+    stores: list[int]                                # elements stored to each
     inside: bool = True                              # whether all loads and stores were in watched tensors
-    visits: list[tuple[tuple[int, int, int], int, int]] = field(default_factory=list)
-    """Each load in order: (program, which tensor, the first element's offset in that tensor's memory)."""
+    programs: list[tuple[int, int, int]] = field(default_factory=list)      # all that ran, in order
+    visits: list[Visit] = field(default_factory=list)                       # in order
+    pytorch: list[str] = field(default_factory=list)                        # operators that PyTorch computed outside of kernels
+
+
+class ComputedByPyTorch(TorchDispatchMode):
+    """Note which operators PyTorch computes. Views and empty tensors cost nothing and do not count."""
+
+    def __init__(self, names: list[str]):
+        super().__init__()
+        self.names, self.in_kernel = names, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not (self.in_kernel or func.is_view or "empty" in name):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def watched(*tensors: Tensor) -> Iterator[Accesses]:
-    """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own.
+    """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own, on the CPU.
 
-    A load from elsewhere gives zeros, and a store to elsewhere is dropped. Without this the interpreter would crash.
+    Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere gives zeros, and a store to
+    elsewhere is dropped. Without this the interpreter would crash.
     """
+    from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    accesses = Accesses([0] * len(tensors))
-    load, store = builder.create_masked_load, builder.create_masked_store
+    accesses = Accesses([0] * len(tensors), [0] * len(tensors))
+    mode = ComputedByPyTorch(accesses.pytorch)
+    load, store, start = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+    launch = GridExecutor.__call__
     bounds = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
 
-    def keep_inside(pointers: Any, mask: Any) -> list[Any]:
+    def visit(pointers: Any, mask: Any, counts: list[int], stored: bool) -> None:
         owned = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
         within = functools.reduce(operator.or_, owned)
         accesses.inside = accesses.inside and bool((within == mask.data).all())
         mask.data = within
-        return owned
+        for i, ours in enumerate(owned):
+            counts[i] += int(ours.sum())
+            if ours.any():
+                elements = (pointers.data[ours].astype(np.int64) - bounds[i][0]) // tensors[i].element_size()
+                accesses.visits.append(Visit(builder.grid_idx, i, elements, stored))
 
     def watched_load(pointers: Any, mask: Any, *others: Any) -> Any:
-        for i, owned in enumerate(keep_inside(pointers, mask)):
-            accesses.loads[i] += int(owned.sum())
-            if owned.any():
-                offset = (int(pointers.data[owned].min()) - bounds[i][0]) // tensors[i].element_size()
-                accesses.visits.append((builder.grid_idx, i, offset))
+        visit(pointers, mask, accesses.loads, False)
         return load(pointers, mask, *others)
 
     def watched_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        keep_inside(pointers, mask)
+        visit(pointers, mask, accesses.stores, True)
         return store(pointers, value, mask, *others)
 
+    def watched_start(*program: int) -> None:
+        start(*program)
+        accesses.programs.append(builder.grid_idx)
+
+    def watched_launch(*arguments: Any, **options: Any) -> None:
+        mode.in_kernel = True
+        try:
+            launch(*arguments, **options)
+        finally:
+            mode.in_kernel = False
+
     builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    builder.set_grid_idx, GridExecutor.__call__ = watched_start, watched_launch
     try:
-        yield accesses
+        with triton_language.interpreted(), mode:
+            yield accesses
     finally:
-        del builder.create_masked_load, builder.create_masked_store
+        del builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+        GridExecutor.__call__ = launch
