@@ -3,6 +3,8 @@
 from course.lab.checks.exercise import find, right
 
 IMPORTS = '''
+import torch
+
 from course.ops.triton_language import tl, triton
 
 '''
@@ -43,6 +45,75 @@ def bias_gelu(x, bias, y, rows=4, columns=512):
     bias_gelu_kernel[lambda constants: (triton.cdiv(x.shape[1], columns), triton.cdiv(x.shape[0], rows))](
         x, bias, y, x.shape[0], x.shape[1], x.stride(0), y.stride(0), rows, columns)
 ''',
+    "row-softmax": IMPORTS + '''
+@triton.jit
+def softmax_kernel(x, y, C, x_row, y_row, BLOCK: tl.constexpr):
+    """Powers of two; a product with the inverse; a large negative number for minus infinity."""
+    column = tl.arange(0, BLOCK)
+    numbers = tl.load(x + tl.program_id(0) * x_row + column, column < C, -1e30).to(tl.float32) * 1.4426950408889634
+    powers = tl.exp2(numbers - tl.max(numbers, axis=0))
+    tl.store(y + tl.program_id(0) * y_row + column, powers * (1 / tl.sum(powers, axis=0)), column < C)
+
+
+def softmax(x, y):
+    softmax_kernel[x.shape[:1]](x, y, x.shape[1], x.stride(0), y.stride(0), 1 << x.shape[1].bit_length(), num_warps=4)
+''',
+    "add-norm": IMPORTS + '''
+@triton.jit
+def add_norm_kernel(x, y, weight, bias, z, n, mean, rstd, T, C, x_row, y_row, z_row, n_row, eps, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """A tile of all tokens at once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    rows = row[:, None]
+    inside = (rows < T) & (column < C)
+    total = tl.load(x + rows * x_row + column, inside, 0.0).to(tl.float32)
+    total += tl.load(y + rows * y_row + column, inside, 0.0).to(tl.float32)
+    total = total.to(z.dtype.element_ty).to(tl.float32)
+    middle = tl.sum(total, 1) / C
+    distance = (total - middle[:, None]) * inside
+    inverse = 1 / tl.sqrt(tl.sum(distance * distance, 1) / C + eps)
+    w = tl.load(weight + column, column < C, 0.0).to(tl.float32)
+    b = tl.load(bias + column, column < C, 0.0).to(tl.float32)
+    tl.store(z + rows * z_row + column, total, inside)
+    tl.store(n + rows * n_row + column, b + w * (distance * inverse[:, None]), inside)
+    tl.store(mean + row, middle, row < T)
+    tl.store(rstd + row, inverse, row < T)
+
+
+def add_norm(x, y, weight, bias, z, n, mean, rstd, eps=1e-5, rows=32):
+    (T, C), strides = x.shape, [a.stride(0) for a in (x, y, z, n)]
+    add_norm_kernel[(-(-T // rows), 1)](x, y, weight, bias, z, n, mean, rstd, T, C, *strides, eps, rows,
+                                        triton.next_power_of_2(C))
+''',
+    "add-norm-backward": IMPORTS + '''
+@triton.jit
+def add_norm_backward_kernel(dz, dn, z, weight, mean, rstd, dx, parts, T, C, dz_row, dn_row, z_row, dx_row, ROWS: tl.constexpr,
+                             BLOCK: tl.constexpr):
+    """A tile of all tokens at once; the weight divided out of the formula."""
+    program = tl.program_id(0)
+    row = program * ROWS + tl.arange(0, ROWS)
+    rows, column = row[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (rows < T) & (column < C)
+    grad = tl.load(dn + rows * dn_row + column, inside, 0.0).to(tl.float32)
+    total = tl.load(z + rows * z_row + column, inside, 0.0).to(tl.float32)
+    scale = tl.load(rstd + row, row < T, 0.0)[:, None]
+    unit = (total - tl.load(mean + row, row < T, 0.0)[:, None]) * scale
+    columns = tl.arange(0, BLOCK)
+    tl.store(parts + program * C + columns, tl.sum(grad * unit, 0), columns < C)
+    tl.store(parts + (tl.num_programs(0) + program) * C + columns, tl.sum(grad, 0), columns < C)
+    grad *= tl.load(weight + column, column < C, 0.0)
+    shift = tl.sum(grad, 1)[:, None] + unit * tl.sum(grad * unit, 1)[:, None]
+    back = scale * grad - scale * shift / C + tl.load(dz + rows * dz_row + column, inside, 0.0)
+    tl.store(dx + rows * dx_row + column, back, inside)
+
+
+def add_norm_backward(dz, dn, z, weight, mean, rstd, dx, parts, rows=32):
+    add_norm_backward_kernel[parts.shape[1:2]](
+        dz, dn, z, weight, mean, rstd, dx, parts, *z.shape, *(a.stride(0) for a in (dz, dn, z, dx)), rows,
+        triton.next_power_of_2(z.shape[1]))
+    return torch.sum(parts, dim=1)
+''',
 }
 
 
@@ -61,4 +132,18 @@ WRONG = [
     ("fused-gelu", changed("fused-gelu", "0.7978845608028654", "0.8"), ""),
     ("fused-gelu", changed("fused-gelu", "    bias_gelu_kernel[grid](x, bias, y",
                            "    y.copy_(x)\n    bias_gelu_kernel[grid](y, bias, y"), ""),
+    ("row-softmax", changed("row-softmax", "weights / tl.sum(weights, 0)", "weights / (tl.sum(weights, 0) + 1e-3)"),
+     "look for an epsilon"),
+    ("row-softmax", changed("row-softmax", "numbers - tl.max(numbers, 0)", "tl.minimum(numbers, 80.0)"), ""),
+    ("row-softmax", changed("row-softmax", "    softmax_kernel[(R,)](x, y, C",
+                            "    y.copy_(x)\n    softmax_kernel[(R,)](y, y, C"), ""),
+    ("add-norm", changed("add-norm", "C + eps)", "C + 1e-5)"), ""),
+    ("add-norm", changed("add-norm", "(triton.cdiv(T, rows),)](x, y, weight, bias, z, n, mean, rstd, T, C, x.stride(0)",
+                         "(1,)](x, y, weight, bias, z, n, mean, rstd, T, C, x.stride(0)").replace(
+        "first + ROWS, T)", "first + T, T)"), ""),          # one program for all
+    ("add-norm-backward", changed("add-norm-backward", "return parts.sum(1)", "return parts.flip(1).sum(1)"), ""),
+    ("add-norm-backward", changed("add-norm-backward", "    tl.store(part, dweight", "    dweight = dweight.to(tl.bfloat16)\n"
+                                  "    tl.store(part, dweight"), ""),
+    ("add-norm-backward", changed("add-norm-backward", "part = parts + tl.program_id(0) * C",
+                                  "part = parts + (tl.num_programs(0) - 1 - tl.program_id(0)) * C"), ""),
 ]
