@@ -62,20 +62,6 @@ def by_hand(width: int) -> dict[str, Step]:
     return dict(zip(steps(width), (first, second, third), strict=True))
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds per call of `run`; on a GPU replayed from a CUDA graph."""
-    if device.type == "cpu":
-        return timing.seconds(run, device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return timing.seconds(graph.replay, device)
-
-
 def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
     """A function without arguments that runs a step forward and backward, with random gradients of its outputs."""
     grads = [torch.randn_like(out) for out in step(*inputs)]
@@ -94,10 +80,10 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
         for name, (step, moves) in steps(width).items():
             inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
                       for shape in [(samples, tokens, width)] * 2 + [(samples, width)] * 3]
-            eager, found = timed(both_ways(step, inputs), device), []
+            eager, found = timing.graphed_seconds(both_ways(step, inputs), device), []
             for way in (step, by_hand(width)[name]):
                 torch._dynamo.reset()
-                found.append(timed(both_ways(torch.compile(way, backend=backend), inputs), device))
+                found.append(timing.graphed_seconds(both_ways(torch.compile(way, backend=backend), inputs), device))
             compiled, hand = found
             size = 2 * samples * tokens * width * moves
             rows.append({"case": name, "samples": samples, "tokens": tokens, "dim": width, "eager_ms": 1e3 * eager,
