@@ -84,8 +84,6 @@ MISTAKES = {
         Mistake("not divided", "weights / tl.sum(weights, 0)", "weights", "divide the exponentials by their sum"),
         Mistake("divided by the sum of the numbers", "tl.sum(weights, 0)", "tl.sum(tl.where(inside, numbers, 0.0), 0)",
                 "divide by the sum of the exponentials, not of the numbers"),
-        Mistake("divided by the largest", "tl.sum(weights, 0)", "tl.max(weights, 0)",
-                "divide by the sum of the exponentials, not by the largest one"),
         Mistake("a power of two", "tl.exp(", "tl.exp2(",
                 "exp2 is a power of two: softmax takes exp, or exp2 of the numbers times log2(e)"),
         Mistake("three passes", "weights = tl.exp(numbers -", "numbers = tl.load(x + row * x_row + column, mask=inside, "
