@@ -136,6 +136,22 @@ def loader(kind: str, workers: str) -> float | None:
     return rates.get(workers)
 
 
+def attention(kernel: str, head_dim: int, causal: bool, who: str, tokens: int = 4096) -> float:
+    """TFLOP/s of attention, "forward" or "backward", by flash, cuDNN, library or lesson."""
+    found = [row["tflops"] for row in load("flash_attention_h200")["rows"] if (
+        row["kernel"], row.get("head_dim"), row.get("causal"), row["who"], row.get("tokens")) == (
+            kernel, head_dim, causal, who, tokens) and (who != "lesson" or row.get("best"))]
+    if len(found) != 1:
+        raise CourseError(f"flash_attention_h200.json has {len(found)} rows {kernel}, {who}, heads of {head_dim}: one is needed")
+    return float(found[0])
+
+
+def attention_shares(kernel: str, who: str) -> list[float]:
+    """The speed of the lesson's attention over someone's, at every shape that was measured."""
+    shapes = product((64, 128), (False, True), (4096, 16384))
+    return [attention(kernel, D, causal, "lesson", T) / attention(kernel, D, causal, who, T) for D, causal, T in shapes]
+
+
 def with_buffers(gpus: int, model: str) -> float:
     """GB of a step with symmetric memory, plus its four batch-sized buffers, which PyTorch does not count."""
     label, file = f"{model}, Triton kernels, through memory, in a graph", f"sp_{gpus}xh200"
@@ -314,6 +330,12 @@ TABLES = {
         "weather ViT, bf16, compiler's kernels": ("vit_h200", f"bf16, {NARROW}"),
         **{f"{name}, bf16, Triton kernels": (file, f"{model}: bf16, {TRITON}") for name, (file, model) in MODELS.items()},
         "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}")}),
+    "attention": Table([*(fed(name, ".0f", attention, who) for name, who in (
+        ("lesson 19", "lesson"), ("PyTorch's flash", "flash"), ("cuDNN", "cuDNN"), ("`kernels=triton`", "library"))),
+        *(Column(f"lesson 19 / {who}", ".2f", lambda kernel, D, causal, who=who: (
+            attention(kernel, D, causal, "lesson") / attention(kernel, D, causal, who))) for who in ("flash", "cuDNN"))], {
+        f"{kernel}, heads of {D}{', causal' * causal}": (kernel, D, causal)
+        for kernel, D, causal in product(("forward", "backward"), (64, 128), (False, True))}),
     "not_kept": Table([Column(name, ".1%", lambda gain, words=words: gain(*words)) for name, words in MODELS.items()], {
         "GELU's gradient inside the matmul before it": (gelu_gain,),
         "the fastest cuBLASLt algorithm for each matmul": (matmul_gain,)}),
