@@ -20,6 +20,7 @@ from course.lab.checks import check as checks
 from course.lab.checks import exercise as exercises
 from course.lab.checks import notebook_cells, own_notebooks, render
 from course.lab.figures import widgets
+from course.ops import triton_language
 from course.utils.errors import CourseError
 from course.utils.machine import cores, in_notebook
 
@@ -57,7 +58,8 @@ def check(name: str, seed: int | None = None) -> None:
     """Check an exercise: run the notebook's latest definitions in a separate process and show the verdict.
 
     Every check draws new inputs; pass `seed` to repeat an earlier check. If a claim fails, it shows which one and a hint,
-    then raises `CheckFailed`, so that "run all" stops here and nbgrader records a failure.
+    then raises `CheckFailed`, so that "run all" stops here and nbgrader records a failure. On a GPU it also prints the speed of a
+    kernel that passed.
     """
     exercise = exercises.find(name)
     answer = notebook_cells.find_answer(notebook_cells.Program(written()), exercise.names, exercise.objects)
@@ -68,10 +70,26 @@ def check(name: str, seed: int | None = None) -> None:
         verdict = checks.check_answer(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed,
                                  looking=partial(print, "Not yet. Looking for what went wrong ...", flush=True))
     display({"text/html": render.html(verdict)}, render.text(verdict, sys.stdout.isatty()))
+    if exercise.needs_triton and not triton_language.INSTALLED:
+        return                                       # the rest of the lesson can be read
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
     _passed.add(name)
+    if gpu() and triton_language.INSTALLED:
+        show_speed(exercise)
     print(f'Compare your code with the course\'s own: lab.answer("{name}")')
+
+
+def show_speed(exercise: exercises.Exercise) -> None:
+    """Measure the notebook's kernel on the GPU beside PyTorch's and the library's, and print it; nothing for other exercises."""
+    from course.lab.instruments import kernel_speed  # late: it imports every kernel
+
+    definitions = vars(sys.modules["__main__"])
+    with yours(*(definitions[name] for name in exercise.names if name in definitions)):
+        speeds = kernel_speed.of_exercise(exercise.name, torch.device("cuda"))
+    for who, speed in speeds.items():
+        columns = "   ".join(f"{number(value):>6} {unit}" for unit, value in speed.items())
+        print(f"  {'yours' if who == 'lesson' else who:8} {columns}")
 
 
 def answer(name: str) -> None:
@@ -172,6 +190,13 @@ def number(value: float) -> str:
 def gpu() -> bool:
     """Whether there is a GPU to measure on. Without one, cells that need it show a recorded result."""
     return torch.cuda.is_available()
+
+
+def kernels() -> bool:
+    """Whether Triton is installed, so that kernels run here, interpreted or on a GPU. If not, print what to do."""
+    if not triton_language.INSTALLED:
+        print(f"Kernels do not run here, because Triton is not installed: {triton_language.CURE}")
+    return triton_language.INSTALLED
 
 
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:

@@ -31,6 +31,11 @@ if not torch.cuda.is_available():
 INTERPRETED = os.environ.get(INTERPRET) == "1"
 
 
+def missing(what: str) -> CourseError:
+    """The error where Triton is not installed. what: what needs it."""
+    return CourseError(f"{what} needs Triton, which is not installed; {CURE}")
+
+
 class MissingKernel:
     """A kernel on a machine without Triton: it can be defined, and launching it raises `CourseError`."""
 
@@ -39,7 +44,7 @@ class MissingKernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., NoReturn]:
         def launch(*arguments: Any, **options: Any) -> NoReturn:
-            raise CourseError(f"the kernel `{self.fn.__name__}` needs Triton, which is not installed; {CURE}")
+            raise missing(f"the kernel `{self.fn.__name__}`")
 
         return launch
 

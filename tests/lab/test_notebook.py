@@ -8,6 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from course.lab import notebook
+from course.lab.checks.exercise import find, right
+from course.lab.exercises import lesson19_kernels
 from course.lab.figures import style, widgets
 from course.training import optimizer
 from course.utils.errors import CourseError
@@ -272,3 +274,30 @@ def test_figures_draw_what_they_are_given():
     assert legend(curves) == ["a", "level"]
     patches = style.patches(np.zeros((32, 64)), 4).axes[0]
     assert len(patches.get_xticks()) == 16 and len(patches.get_yticks()) == 8
+
+
+def test_a_kernel_is_not_checked_where_triton_is_missing_and_the_lesson_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr("course.ops.triton_language.INSTALLED", False)
+    monkeypatch.setattr(notebook, "written", lambda: [right(find("copy"))])
+    monkeypatch.setattr(notebook, "_passed", set())
+    assert not notebook.kernels() and "Triton is not installed: " in capsys.readouterr().out
+    notebook.check("copy")
+    text = capsys.readouterr().out
+    assert "it needs Triton, which is not installed: " in text and not notebook._passed
+
+
+def test_a_kernel_that_passed_on_a_gpu_is_timed(monkeypatch, capsys):
+    timed = []
+
+    def speed(name, device):
+        timed.append((name, device.type, lesson19_kernels.copy))
+        return {"lesson": {"ms": 0.5, "GB/s": 2000.0}, "PyTorch": {"ms": 0.4, "GB/s": 2500.0}}
+
+    def copy(x, y):
+        """The learner's."""
+
+    monkeypatch.setattr("course.lab.instruments.kernel_speed.of_exercise", speed)
+    monkeypatch.setattr(sys.modules["__main__"], "copy", copy, raising=False)
+    notebook.show_speed(find("copy"))
+    assert timed == [("copy", "cuda", copy)] and lesson19_kernels.copy is not copy
+    assert capsys.readouterr().out.splitlines() == ["  yours     0.500 ms    2,000 GB/s", "  PyTorch   0.400 ms    2,500 GB/s"]

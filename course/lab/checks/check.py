@@ -121,6 +121,8 @@ def check_answer(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden:
     again: how the learner tries again, for the hint. looking: called before the slow part, comparing a wrong answer with known
     mistakes. believing: accept the answer's report of a machine failure, because the caller will retry.
     """
+    if exercise.needs_triton and not triton_language.INSTALLED:
+        return unchecked_verdict(exercise, f"it needs Triton, which is not installed: {triton_language.CURE}", seed, hidden)
     begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
     layers = layers or sandbox.layers()

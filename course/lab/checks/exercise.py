@@ -64,6 +64,11 @@ class Exercise:
         return len(self.claims) * len(self.sizes)
 
     @property
+    def needs_triton(self) -> bool:
+        """Whether the answer is a Triton kernel."""
+        return "@triton.jit" in stubs.answer_source(*self.objects)
+
+    @property
     def version(self) -> str:
         """12 hexadecimal digits that change when the check or the answer changes."""
         module = self.program.__module__

@@ -59,8 +59,10 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
     """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own, on the CPU.
 
     Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere gives zeros, and a store to
-    elsewhere is dropped. Without this the interpreter would crash.
+    elsewhere is dropped. Without this the interpreter would crash. Raises `CourseError` where Triton is not installed.
     """
+    if not triton_language.INSTALLED:
+        raise triton_language.missing("watching a kernel")
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.interpreter import interpreter_builder as builder
 
