@@ -146,6 +146,19 @@ def attention(kernel: str, head_dim: int, causal: bool, who: str, tokens: int = 
     return float(found[0])
 
 
+def kernel_speed(kernel: str, width: int, who: str) -> float | None:
+    """GB/s of a kernel of lesson 19 on 65,536 rows of this width, by lesson, PyTorch, compiled or library."""
+    return next((float(row["gb_per_s"]) for row in load("triton_kernels_h200")["rows"] if (
+        row["kernel"], row["rows"], row["columns"], row["who"]) == (kernel, 65536, width, who)), None)
+
+
+def kernel_shares(who: str) -> list[float]:
+    """The speed of the lesson's kernels over someone's, at both widths."""
+    pairs = [(kernel_speed(kernel, width, "lesson"), kernel_speed(kernel, width, who)) for kernel, width in product(
+        KERNELS, (1152, 4096))]
+    return [mine / theirs for mine, theirs in pairs if mine and theirs]
+
+
 def attention_shares(kernel: str, who: str) -> list[float]:
     """The speed of the lesson's attention over someone's, at every shape that was measured."""
     shapes = product((64, 128), (False, True), (4096, 16384))
@@ -264,6 +277,8 @@ FOUR: dict[str, Any] = {"gpus": 4}
 SP = "{1}, Triton kernels, "
 THROUGH, WITHOUT, BY_NCCL = (f"{SP}{way}in a graph" for way in ("through memory, ", "no sequence parallelism, ", ""))
 
+KERNELS = {"copy": "copy", "fused-gelu": "bias and GELU", "row-softmax": "softmax", "add-norm": "sum and LayerNorm",
+           "add-norm-backward": "its backward pass"}
 TABLES = {
     "readme": Table([Column("this course", "", shown(0)), Column("alternative", "", shown(1)),
                      Column("the alternative is", "", lambda *words: words[-1])], {
@@ -330,6 +345,9 @@ TABLES = {
         "weather ViT, bf16, compiler's kernels": ("vit_h200", f"bf16, {NARROW}"),
         **{f"{name}, bf16, Triton kernels": (file, f"{model}: bf16, {TRITON}") for name, (file, model) in MODELS.items()},
         "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}")}),
+    "kernels": Table([fed(name, ".0f", kernel_speed, who) for name, who in (
+        ("lesson 19", "lesson"), ("PyTorch", "PyTorch"), ("torch.compile", "compiled"), ("`kernels=triton`", "library"))], {
+        f"{words}, width {width}": (kernel, width) for kernel, words in KERNELS.items() for width in (1152, 4096)}),
     "attention": Table([*(fed(name, ".0f", attention, who) for name, who in (
         ("lesson 19", "lesson"), ("PyTorch's flash", "flash"), ("cuDNN", "cuDNN"), ("`kernels=triton`", "library"))),
         *(Column(f"lesson 19 / {who}", ".2f", lambda kernel, D, causal, who=who: (

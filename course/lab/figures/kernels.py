@@ -71,6 +71,7 @@ def accesses_over_time(accesses: Accesses, names: Sequence[str]) -> Figure:
                       if (visit.tensor, visit.stored) == (tensor, stored)]
             if points:
                 axis.plot(*zip(*points, strict=True), mark, color=colour, label=f"{verb} {name}", linestyle="")
+    axis.locator_params(axis="x", integer=True)
     axis.set_yticks(range(len(accesses.programs)))
     axis.set_ylim(len(accesses.programs) - 0.5, -0.5)
     label(axis, "loads and stores so far", "program", grid="major")
