@@ -11,7 +11,7 @@ import pytest
 
 from course.lab.authoring import lessons, stubs
 from course.lab.checks import notebook_cells
-from course.lab.checks.exercise import all_exercises
+from course.lab.checks.exercise import all_exercises, find, right
 from course.utils.errors import CourseError
 from tests.conftest import worked
 
@@ -286,6 +286,14 @@ def test_an_exercise_cell_is_an_import_or_has_markers(root):
     master(root).write_text('# %% exercise="rooflime"\nx = 1\n')
     with pytest.raises(CourseError, match="did you mean 'roofline'"):
         lessons.instructor_notebook(master(root))
+
+
+def test_an_answer_calls_what_the_learner_wrote_before(root):
+    """An import of the library's `online_softmax` would take the place of the learner's."""
+    module = "course.lab.exercises.lesson19_flash_attention"
+    cell = lessons.expand_answer(f"from {module} import attend_keys, flash_forward_kernel, key_range", find("flash-forward"))
+    assert "= online_softmax(" in cell and f"from {module} import head_offset, load_tile, store_tile\n" in cell
+    assert "online_softmax, store_tile" in right(find("flash-forward"))     # alone, it needs the library's
 
 
 def test_names_of_lessons(root):

@@ -9,7 +9,7 @@ import ast
 import builtins
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,13 +57,14 @@ def find_object(dotted: str) -> LibraryObject:
     raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level")
 
 
-def answer_source(*objects: str, marked: bool = False) -> str:
+def answer_source(*objects: str, marked: bool = False, written: Collection[str] = ()) -> str:
     """The sources of objects that share a cell, below the imports that they need, without duplicates.
 
-    `marked` puts the parts that the learner writes between nbgrader's markers.
+    `marked` puts the parts that the learner writes between nbgrader's markers. `written`: dotted names of objects that are there
+    already and are not imported.
     """
     every = list(map(find_object, objects))
-    return needed_imports(every) + "\n\n".join(object_source(found, marked) for found in every)
+    return needed_imports(every, written) + "\n\n".join(object_source(found, marked) for found in every)
 
 
 def object_source(library_object: LibraryObject, marked: bool) -> str:
@@ -114,8 +115,8 @@ def last_line_of_signature(node: Function) -> int:
     return max(parts + ([node.returns.end_lineno or 0] if node.returns else []))
 
 
-def needed_imports(objects: Sequence[LibraryObject]) -> str:
-    """The import lines that these objects' sources need outside their modules."""
+def needed_imports(objects: Sequence[LibraryObject], written: Collection[str] = ()) -> str:
+    """The import lines that these objects' sources need outside their modules, without what is `written` (dotted names)."""
     lines: list[str] = []
     known = {found.name for found in objects} | set(dir(builtins))
     for module in dict.fromkeys(found.module for found in objects):
@@ -128,7 +129,7 @@ def needed_imports(objects: Sequence[LibraryObject]) -> str:
                 if names:
                     lines.append(ast.unparse(ast.Import(names) if isinstance(node, ast.Import)
                                              else ast.ImportFrom(node.module, names, node.level)))
-            elif isinstance(node, Function | ast.ClassDef) and node.name in needed:
+            elif isinstance(node, Function | ast.ClassDef) and node.name in needed and f"{module}.{node.name}" not in written:
                 module_names.append(node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 module_names += [n.id for n in ast.walk(node)

@@ -136,8 +136,12 @@ def known_mistakes(exercise: Exercise) -> tuple[Mistake, ...]:
 
 
 def right(exercise: Exercise, marked: bool = False) -> str:
-    """The source of the right answer; `marked` puts it between nbgrader's markers."""
-    return stubs.answer_source(*exercise.objects, marked=marked)
+    """The source of the right answer. `marked` puts it between nbgrader's markers, for a cell of the lesson's notebook.
+
+    There it calls what the learner wrote in the lesson's other exercises, where else it imports the library's.
+    """
+    others = [dotted for other in all_exercises().values() if other.lesson == exercise.lesson for dotted in other.objects]
+    return stubs.answer_source(*exercise.objects, marked=marked, written=others if marked else ())
 
 
 def wrong(exercise: Exercise, mistake: Mistake) -> str:
