@@ -378,8 +378,10 @@ lab.recorded("triton_kernels_h200", softmaxes, why="Softmax of rows in bf16, GB/
 
 # %% [markdown]
 # **What you should see:** {result: kernel_speed("row-softmax", "this lesson") | .0f} GB/s against PyTorch's
-# {result: kernel_speed("row-softmax", "PyTorch") | .0f}. The copy reached {result: kernel_speed("copy", "this lesson") | .0f}.
-# What a kernel computes in registers costs little, as long as it moves the same bytes.
+# {result: kernel_speed("row-softmax", "PyTorch") | .0f} and torch.compile's
+# {result: kernel_speed("row-softmax", "torch.compile") | .0f}. Your copy reached
+# {result: kernel_speed("copy", "this lesson") | .0f}: next to the bytes, exponentials and sums cost nothing here. The other
+# kernels accept rows of any length. Yours relies on a row that fits into one program's registers.
 #
 # ## Residual add and LayerNorm
 #
@@ -560,18 +562,28 @@ for name, predicted in my_gains.items():
                  why=f"{name} in bf16. GB/s of the fewest bytes")
 
 # %% [markdown]
-# **What you should see:** forward, you reach {result: kernel_speed("add-norm", "this lesson") | .0f} GB/s and torch.compile
-# {result: kernel_speed("add-norm", "torch.compile") | .0f}. Backward it is
+# **What you should see:** at width 4096, forward, you reach {result: kernel_speed("add-norm", "this lesson") | .0f} GB/s and
+# torch.compile {result: kernel_speed("add-norm", "torch.compile") | .0f}. Backward it is
 # {result: kernel_speed("add-norm-backward", "this lesson") | .0f} against
 # {result: kernel_speed("add-norm-backward", "torch.compile") | .0f}. PyTorch without a compiler needs several kernels and
 # reaches {result: kernel_speed("add-norm", "PyTorch") | .0f} and
-# {result: kernel_speed("add-norm-backward", "PyTorch") | .0f}. The library's kernels, `kernels=triton`, do what yours do,
-# and the scale, shift and gate of a DiT besides.
+# {result: kernel_speed("add-norm-backward", "PyTorch") | .0f}.
 #
-# Look at the smallest matrix, too. With 4096 rows, 32 for each program, there are only 128 programs. An H200 has 132
-# multiprocessors, so some have nothing to do, and each program works through its rows one after another. The compiler's
-# kernel reaches {result: kernel_speed("add-norm", "torch.compile", "4,096 x 1,024") | .0f} GB/s there, and yours
-# {result: kernel_speed("add-norm", "this lesson", "4,096 x 1,024") | .0f}. For so few rows, give a program fewer of them.
+# Width 1152 is no power of two. Your tile has 2048 columns, and the mask leaves 896 of them out: they cost no bytes. The
+# compiler cuts such a row into pieces and reads it twice. So forward you reach
+# {result: kernel_speed("add-norm", "this lesson", "65,536 x 1,152") | .0f} GB/s, and it reaches
+# {result: kernel_speed("add-norm", "torch.compile", "65,536 x 1,152") | .0f}.
+#
+# > **Question.** The smallest matrix has 4096 tokens. There your forward kernel reaches
+# > {result: kernel_speed("add-norm", "this lesson", "4,096 x 1,024") | .0f} GB/s and torch.compile
+# > {result: kernel_speed("add-norm", "torch.compile", "4,096 x 1,024") | .0f}. A program takes 32 tokens, and an H200 has 132
+# > multiprocessors. What is wrong, and what would you change?
+#
+# <details><summary>Answer</summary>
+# Only 128 programs run, each with two warps: at most one for each multiprocessor, which has room for 64 warps. They wait
+# for one token after another. Fewer tokens for each program would help: 8 in place of 32 make 512 programs. The price is
+# that weight and bias are loaded, and shares stored, four times as often.
+# </details>
 
 # %%
 import math
@@ -697,70 +709,8 @@ my_masked = 64
 # infinity!
 
 # %% exercise="flash-forward"
-@triton.jit
-def key_range(block, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which keys the queries of a block look at: (clear, end).
-
-    The block has the queries from block * ROWS to (block + 1) * ROWS - 1; causal: query i sees the keys up to i. Up to `clear`, a
-    multiple of COLUMNS, every one of these queries sees every key. From `end` on, at most T, none of them sees any.
-    """
-    ### BEGIN SOLUTION
-    end, first = T, T                                                   # first: keys that all queries see
-    if causal:
-        end = tl.minimum((block + 1) * ROWS, T)
-        first = block * ROWS
-    return first // COLUMNS * COLUMNS, end
-    ### END SOLUTION
-
-
-@triton.jit
-def attend_keys(top, total, y, q, k, v, k_step, v_step, row, begin, end, T, scale, causal: tl.constexpr, masked: tl.constexpr,
-                D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fold the keys from `begin` to `end` into the running maximum, sum and output of the queries `row`.
-
-    q (M, D): a tile. k, v: pointers to a head, whose tokens are k_step and v_step elements apart. begin is a multiple of COLUMNS.
-    Not masked: all these queries see all these keys. masked: some keys lie beyond T or, if causal, behind some of the queries.
-    """
-    ### BEGIN SOLUTION
-    for start in range(begin, end, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        keys = load_tile(k, column, k_step, T, D, masked)               # (N, D)
-        s = tl.dot(q, tl.trans(keys))                                   # (M, N)
-        if masked:
-            seen = (column < T)[None, :]
-            if causal:
-                seen = seen & (column[None, :] <= row[:, None])
-            s = tl.where(seen, s, -float("inf"))
-        values = load_tile(v, column, v_step, T, D, masked)             # (N, D)
-        top, total, y = online_softmax(top, total, y, s, values, scale)
-    return top, total, y
-    ### END SOLUTION
-
-
-@triton.jit
-def flash_forward_kernel(q, k, v, y, lse, q_steps, k_steps, v_steps, y_steps, H, T, scale, causal: tl.constexpr, D: tl.constexpr,
-                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y and lse of ROWS queries of one head. The grid is (blocks of queries, B * H).
-
-    q_steps, k_steps, v_steps, y_steps: elements between samples, heads and tokens. lse: log2 of the sum of exp2 of the scores.
-    """
-    ### BEGIN SOLUTION
-    block = tl.num_programs(0) - 1 - tl.program_id(0)                   # causal: the longest first
-    sample, head = tl.program_id(1) // H, tl.program_id(1) % H
-    row = block * ROWS + tl.arange(0, ROWS)
-    queries = load_tile(q + head_offset(sample, head, q_steps), row, q_steps[2], T, D, True)
-    k += head_offset(sample, head, k_steps)
-    v += head_offset(sample, head, v_steps)
-    top, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, D), tl.float32)
-    clear, end = key_range(block, T, causal, ROWS, COLUMNS)
-    top, total, out = attend_keys(top, total, out, queries, k, v, k_steps[2], v_steps[2], row, 0, clear, T, scale, causal, False,
-                                  D, COLUMNS)
-    top, total, out = attend_keys(top, total, out, queries, k, v, k_steps[2], v_steps[2], row, clear, end, T, scale, causal, True,
-                                  D, COLUMNS)
-    store_tile(y + head_offset(sample, head, y_steps), out / total[:, None], row, y_steps[2], T, D)
-    tl.store(lse + tl.program_id(1) * T + row, top + tl.log2(total), mask=row < T)
-    ### END SOLUTION
+from course.lab.exercises.lesson19_flash_attention import (
+    attend_keys, flash_forward_kernel, key_range)
 
 # %%
 check("flash-forward")
