@@ -35,6 +35,7 @@ from course.checkpoint.shards import (
     write_shards,
 )
 from course.ops.ema import moving_average
+from course.ops.storage import has_memory
 from course.parallel.agree import run_on_all
 from course.parallel.layout import Layout
 from course.parallel.mesh import Axis
@@ -317,7 +318,8 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, layout: Layo
         return read_placed(checkpoint, index, name, placements[parameter]).view(parameter.shape)
 
     for parameter in dict.fromkeys([*parameters, *updates]):            # the two mostly overlap
-        parameter.data.copy_(read(placements[parameter].name + kind, parameter))
+        if has_memory(parameter):                   # else its shares are among `updates`
+            parameter.data.copy_(read(placements[parameter].name + kind, parameter))
     for parameter, value in moving_average(optimizer).items():
         name = placements[parameter].name
         value.copy_(read(f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))

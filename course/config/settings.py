@@ -96,7 +96,15 @@ class Parallel:
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # order of a pipeline's forward and backward passes
     data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: they are not
     bucket_mb: float = 25.0                         # size of a gradient bucket in MiB; one collective each
-    zero: int = 0                                   # ZeRO stage; 1: optimizer states sharded over dp x cp
+    zero: int = 0                                   # ZeRO stage: sharded over dp x cp are with 1 the optimizer's states, with 2
+                                                    # also the gradients, with 3 also the weights (fully sharded)
+    shard: int = 0                                  # zero=2 or 3: ranks that share one copy of the parameters, 0: all of dp x cp;
+                                                    # fewer: the rest of dp x cp holds further copies (hybrid sharding)
+    # zero=3: when a unit's whole weights are freed. forward: after each pass (they are gathered again for the backward pass);
+    # backward: after the backward pass; step: at the end of the step, gathered once for all micro-batches
+    reshard_after: Literal["forward", "backward", "step"] = "forward"
+    reduce_in: Literal["float32", "matmul"] = "float32"     # zero=2 or 3: the dtype in which the gradients of 16-bit weights are
+                                                            # reduced; matmul: 16 bits, half the bytes, rounded sums
     chunks: int = 1                                 # model chunks on each pipeline rank; interleaved needs 2 or more
 
     @property

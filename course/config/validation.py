@@ -32,7 +32,7 @@ NUMBERS = {
                    "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
-                   "model.loss_chunk model.vocab_used model.rope_low",
+                   "model.loss_chunk model.vocab_used model.rope_low parallel.shard",
     (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
     (0, PART): "model.label_drop",                   # 1: every sample
     (TINY, math.inf): "model.norm_eps",
@@ -56,14 +56,7 @@ def check(config: "Config") -> "Config":
     if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
         raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
                           "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
-    if p.zero not in (0, 1):
-        raise CourseError(f"parallel.zero={p.zero}: of ZeRO there are stage 0, nothing is cut, and stage 1, the optimizer's "
-                          "states are: use 0 or 1")
-    if p.data == "ddp" and (p.pp > 1 or p.zero):
-        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
-                          "parallel.zero=1 use parallel.data=bucketed")
-    if p.data != "bucketed" and p.zero:
-        raise CourseError(f"parallel.zero=1 has buckets of its own: use parallel.data=bucketed, not {p.data}")
+    check_zero(config)
     if isinstance(config.model, GPTConfig):
         check_groups(config.model, p)
         check_efficient(config.model, config)
@@ -84,6 +77,32 @@ def check(config: "Config") -> "Config":
         if p.data == "ddp":
             raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
     return config
+
+
+def check_zero(config: "Config") -> None:
+    """Raise `CourseError` for settings that a ZeRO stage cannot be combined with."""
+    p = config.parallel
+    if p.zero not in (0, 1, 2, 3):
+        raise CourseError(f"parallel.zero={p.zero}: ZeRO has stages 0 (nothing is sharded), 1 (optimizer states), 2 (gradients, "
+                          "too) and 3 (weights, too): use one of them")
+    if p.data == "ddp" and (p.pp > 1 or p.zero):
+        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
+                          "parallel.zero use parallel.data=bucketed")
+    if p.data != "bucketed" and p.zero:
+        raise CourseError(f"parallel.zero={p.zero} reduces gradients itself: use parallel.data=bucketed, not {p.data}")
+    if p.zero < 2 and (p.shard or p.reshard_after != "forward" or p.reduce_in != "float32"):
+        key = "shard" if p.shard else "reshard_after" if p.reshard_after != "forward" else "reduce_in"
+        raise CourseError(f"parallel.{key}={getattr(p, key)} is for sharded gradients and weights: set parallel.zero=2 or 3, or "
+                          f"leave parallel.{key} out")
+    if p.zero == 2 and p.reshard_after != "forward":
+        raise CourseError(f"parallel.reshard_after={p.reshard_after} says when whole weights are freed, and parallel.zero=2 "
+                          "keeps them: set parallel.zero=3, or leave it out")
+    if p.shard and p.dp and (p.dp * p.cp) % p.shard:
+        raise CourseError(f"parallel.shard={p.shard} does not divide the {p.dp * p.cp} ranks of dp x cp: choose one of "
+                          f"{', '.join(str(n) for n in range(1, p.dp * p.cp + 1) if p.dp * p.cp % n == 0)}, or 0 for all")
+    if p.zero == 3 and config.precision == "fp8" and config.fp8.by == "te":
+        raise CourseError("fp8.by=te keeps copies of the weights that parallel.zero=3 frees: use parallel.zero=2, or "
+                          "fp8.by=native")
 
 
 LARGEST = {"model": 2**26}                           # largest integer in a section; else 2**53: doubles skip integers above it

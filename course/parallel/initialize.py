@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from course.models import Model
+from course.ops.storage import free_memory
 from course.parallel.placement import Placement, Placements, box_shape, serial_placements
 from course.utils import random
 from course.utils.errors import CourseError
@@ -15,25 +16,33 @@ M = TypeVar("M", bound=Model)
 
 
 def initialize(model: Model, placements: Placements, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
-               noise: float = 0.0) -> None:
+               noise: float = 0.0, later: bool = False) -> None:
     """Allocate and initialize every parameter of a model on the meta device; each stays the same object.
 
     The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`; the first
     match counts. noise: a standard deviation to use instead of "zeros". A rank allocates only its own part: a box, or a flat
-    range of one. Raises `CourseError` for a parameter without a rule, and for buffers: layouts and checkpoints support none.
+    range of one. later: trainable parameters get a device and a dtype, but no memory: `initial_values` draws shares of them.
+    Raises `CourseError` for a parameter without a rule, and for buffers: layouts and checkpoints support none.
     """
     for name, _ in model.named_buffers():
         raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
                           "forward, or make it a parameter with requires_grad_(False)")
-    plan = model.init_plan()
     for parameter in model.parameters():
-        where = placements[parameter]
-        rule = next((rule for pattern, rule in plan.items() if fnmatchcase(where.name, pattern)), None)
-        if rule is None:
-            raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {where.name}: add one, "
-                              f"such as '{where.name}': 0.02")
-        value = first_value(noise if noise and rule == "zeros" else rule, random.key(seed, "weights", where.name), where, device)
-        give_memory(parameter, value.view(parameter.shape).to(dtype))
+        if later and parameter.requires_grad:
+            value = torch.empty(parameter.shape, dtype=dtype, device=device)
+            free_memory(value)
+        else:
+            value = initial_values(model, placements[parameter], seed, device, noise).view(parameter.shape).to(dtype)
+        give_memory(parameter, value)
+
+
+def initial_values(model: Model, where: Placement, seed: int, device: torch.device, noise: float = 0.0) -> Tensor:
+    """The initial values of a placement's elements, in float64. Raises `CourseError` for a parameter without a rule."""
+    rule = next((rule for pattern, rule in model.init_plan().items() if fnmatchcase(where.name, pattern)), None)
+    if rule is None:
+        raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {where.name}: add one, "
+                          f"such as '{where.name}': 0.02")
+    return first_value(noise if noise and rule == "zeros" else rule, random.key(seed, "weights", where.name), where, device)
 
 
 def initialize_serial(model: M, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> M:

@@ -77,6 +77,8 @@ class Mesh:
     axes: Mapping[str, Axis]
     dp_cp: Axis
     all: Axis
+    shard: Axis                                     # the part of dp_cp over which ZeRO-2 and ZeRO-3 cut parameters
+    replicate: Axis                                 # the ranks of dp_cp that hold the same share
 
     @property
     def pp(self) -> Axis:
@@ -334,13 +336,41 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
-    return Mesh(world, ranks, {name: _axis(name, grid[name]) for name in AXES}, _axis("dp_cp", joint), whole)
+    dp_cp = _axis("dp_cp", joint)
+    return Mesh(world, ranks, {name: _axis(name, grid[name]) for name in AXES}, dp_cp, whole,
+                *split_replicas(ranks, dp_cp, parallel.shard, world))
+
+
+def split_replicas(grid: Tensor, dp_cp: Axis, size: int, world: World) -> tuple[Axis, Axis]:
+    """Split dp x cp into groups of `size` neighbors, which share one copy of the parameters (0: all of them), and the groups of
+    ranks that hold the same share: the axes `shard` and `replicate`. Raises `CourseError` if `size` does not divide dp x cp."""
+    if size in (0, dp_cp.size):
+        return dp_cp, Axis("replicate")
+    if dp_cp.size % size:
+        raise CourseError(f"parallel.shard={size} does not divide the {dp_cp.size} ranks of dp x cp: choose one of "
+                          f"{', '.join(str(n) for n in range(1, dp_cp.size + 1) if dp_cp.size % n == 0)}, or 0 for all")
+    lines = grid.permute(0, 3, 1, 2).reshape(-1, dp_cp.size // size, size)              # (pp x tp, copies, ranks of a copy)
+    return (_new_axis("shard", lines.reshape(-1, size), world),
+            _new_axis("replicate", lines.transpose(1, 2).reshape(-1, dp_cp.size // size), world))
+
+
+def _new_axis(name: str, lines: Tensor, world: World) -> Axis:
+    """This rank's axis of several, one for each row of global ranks. All ranks make all groups, in the same order."""
+    if lines.shape[1] == 1:
+        return Axis(name, ranks=(world.rank,))
+    made = Axis(name)
+    for line in lines.tolist():
+        group = dist.new_group(line)
+        if world.rank in line:
+            made = Axis(name, len(line), line.index(world.rank), tuple(line), group)
+    return made
 
 
 def single(world: World) -> Mesh:
     """The mesh of one process."""
     axes = {name: Axis(name) for name in AXES}
-    return Mesh(world, torch.zeros([1] * len(AXES), dtype=torch.long), axes, Axis("dp_cp"), Axis("all"))
+    dp_cp = Axis("dp_cp")
+    return Mesh(world, torch.zeros([1] * len(AXES), dtype=torch.long), axes, dp_cp, Axis("all"), dp_cp, Axis("replicate"))
 
 
 def nodes(size: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Build a run's model, optimizer and step from its configuration: an ordered list of surgeries on the serial model."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,7 +12,9 @@ from course.ops import attention
 from course.ops.number_formats import cast_residual_stream, parameter_dtype, set_matmul_precision, working_dtype
 from course.ops.packed_attention import supports_precision
 from course.parallel import Layout, Mesh, build_gradient_sync, initialize, parallelize
+from course.parallel.data_parallel import shards_parameters
 from course.parallel.data_parallel.gradients import GradientSync
+from course.parallel.initialize import initial_values
 from course.training import fuse_blocks
 from course.training.activation_checkpointing import checkpoint_activations
 from course.training.compile import compile_parts, compile_within, compiled_inside
@@ -54,7 +57,8 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     scaling = native.convert(model, config, mesh)
     layout = parallelize(model, mesh, config.parallel)
     native.prepare(model, layout, scaling)
-    initialize(model, layout.placements, config.train.seed, mesh.world.device, parameter_dtype(config.precision), noise)
+    seed, device, sharded = config.train.seed, mesh.world.device, shards_parameters(layout, config.parallel)
+    initialize(model, layout.placements, seed, device, parameter_dtype(config.precision), noise, later=sharded)
     transformer_engine.convert(model, config, mesh)
     if config.stream == "narrow":
         cast_residual_stream(model, config.precision)
@@ -68,7 +72,8 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     if config.compile:
         compile_parts(layout.stages, config.attention, not within)
     progress = Progress.start(config, mesh.world.device)
-    gradients = build_gradient_sync(model, layout, config.parallel, working_dtype(config.precision), config.masters)
+    draw = partial(initial_values, model, seed=seed, device=device, noise=noise) if sharded else None
+    gradients = build_gradient_sync(model, layout, config.parallel, working_dtype(config.precision), config.masters, draw)
     optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config, gradients.copies)
     compute = build_compute(gradients.trained(model), progress, config, layout)
     step = train_step(compute, model, gradients, optimizer, progress, config, layout, scaling)

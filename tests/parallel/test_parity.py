@@ -63,9 +63,10 @@ def train(overrides: list[str], kind: str = "vit") -> tuple[list[float], list[fl
         norms.append(norm.item())
     training.gradients.wait_parameters()
     pieces: Pieces = {}
+    masters = training.gradients.full_master_weights()
     for p in training.model.parameters():
         where = training.layout.placements[p]
-        pieces.setdefault(where.name, []).append((where.box, p.detach().reshape([b - a for a, b in where.box])))
+        pieces.setdefault(where.name, []).append((where.box, masters.get(p, p).detach().reshape([b - a for a, b in where.box])))
     return losses, norms, pieces
 
 

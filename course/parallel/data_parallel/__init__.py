@@ -1,10 +1,11 @@
-"""Data parallelism: gradient synchronization, ZeRO-1, master weights."""
+"""Data parallelism: gradient synchronization, ZeRO-1 to 3, master weights."""
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
+from course.models import Model
+from course.parallel.data_parallel.fsdp import FSDP, Draw
 from course.parallel.data_parallel.gradients import DDP, Bucketed, GradientSync, Naive, NoSync
 from course.parallel.data_parallel.master_weights import MasterWeights
 from course.parallel.data_parallel.zero1 import ZeRO1
@@ -17,8 +18,8 @@ METHODS: dict[str, type[GradientSync]] = {          # by `parallel.data` or ZeRO
     "naive": Naive, "bucketed": Bucketed, "ddp": DDP, "none": NoSync, "zero1": ZeRO1, "master_weights": MasterWeights}
 
 
-def build_gradient_sync(model: nn.Module, layout: "Layout", settings: "Parallel", low: torch.dtype | None = None,
-                        masters: bool = False) -> GradientSync:
+def build_gradient_sync(model: Model, layout: "Layout", settings: "Parallel", low: torch.dtype | None = None,
+                        masters: bool = False, draw: Draw | None = None) -> GradientSync:
     """Build the gradient synchronization of a model over dp x cp. Call it after the parameters have their values.
 
     low: the 16-bit dtype of the matmuls, if the parameters are wider; ZeRO then computes with copies in it. masters: a single
@@ -29,3 +30,8 @@ def build_gradient_sync(model: nn.Module, layout: "Layout", settings: "Parallel"
     else:
         method = f"zero{settings.zero}" if settings.zero else settings.data
     return METHODS[method](model, layout.placements, settings.bucket_mb, low)
+
+
+def shards_parameters(layout: "Layout", settings: "Parallel") -> bool:
+    """Whether no rank holds whole parameters between steps."""
+    return settings.zero == 3 and layout.mesh.dp_cp.size > 1
