@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from course.convert.weight_files import Entry
+from course.ops.storage import has_memory
 from course.parallel.placement import Placement, Placements
 from course.utils.errors import CourseError
 
@@ -97,6 +98,8 @@ def fill(parameters: Iterable[nn.Parameter], placements: Placements, source: Sou
     Raises `CourseError` if a tensor is missing or has another shape.
     """
     for parameter in parameters:
+        if not has_memory(parameter):               # its shares are among the others
+            continue
         where = placements[parameter]
         parameter.copy_(source.part(where.name, where).reshape(parameter.shape))
 

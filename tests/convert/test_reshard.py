@@ -19,6 +19,7 @@ SMALL = ["train.device=cpu", "train.threads=1", "train.global_batch=8", "log.ten
          "optim.ema=0.9"]
 ZERO, INTERLEAVED = "zero=true", "schedule=interleaved chunks=2 micro=2"
 LAYOUTS = ["dp=1", f"dp=2 {ZERO}", "tp=2", "tp=2 sp=true overlap=none", "cp=2", "pp=2 micro=2", f"pp=2 {INTERLEAVED}",
+           "dp=2 zero=3", "dp=4 tp=2 zero=2 shard=2",
            f"dp=2 tp=2 {ZERO}", f"cp=2 tp=2 {ZERO}", "pp=2 tp=2 micro=2", f"dp=3 pp=2 {ZERO} {INTERLEAVED}",
            f"dp=2 cp=2 tp=2 pp=2 {ZERO} {INTERLEAVED} order=tp-cp-dp-pp"]
 

@@ -19,6 +19,7 @@ SMALL = ["model.latent=[3,6,6]", "model.classes=4", "model.dim=16", "model.depth
          "optim.lr=0.1", "optim.warmup=0", "optim.clip=0", "optim.ema=0.75", "train.device=cpu", "train.global_batch=8",
          "train.steps=4", "parallel.bucket_mb=0.01"]
 LAYOUTS = {"dp=2": ["parallel.dp=2"], "dp=2 zero": ["parallel.dp=2", "parallel.zero=true"],
+           "dp=2 fsdp": ["parallel.dp=2", "parallel.zero=3"],
            "tp=2": ["parallel.tp=2", "parallel.sp=true"], "pp=2": ["parallel.pp=2", "train.micro_batch=4"]}
 
 

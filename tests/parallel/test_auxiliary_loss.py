@@ -46,7 +46,7 @@ def penalised(overrides):
         return train(overrides)
 
 
-@pytest.mark.parametrize("spec", ["dp=2 zero=1", "tp=2", *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+@pytest.mark.parametrize("spec", ["dp=2 zero=1", "dp=2 zero=3", "tp=2", *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
     "tp=2 sp=true", "cp=2", "pp=2 micro=2", "pp=2 tp=2 sp=true schedule=interleaved chunks=2 micro=2"))])
 def test_every_layout_has_its_gradient(spec):
     count, overrides = layout(spec)

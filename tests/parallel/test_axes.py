@@ -22,7 +22,7 @@ def with_an_inert_axis(size, overrides):
 
 @pytest.mark.parametrize(("spec", "size"), [
     ("dp=1", 1), ("dp=1", 2), ("tp=2", 1), *(pytest.param(spec, 2, marks=pytest.mark.slow) for spec in (
-        "tp=2 sp=true", "dp=2", "dp=2 zero=1", "cp=2 context=ring", "pp=2 micro=2"))])
+        "tp=2 sp=true", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "cp=2 context=ring", "pp=2 micro=2"))])
 def test_parity_with_an_inert_axis(spec, size):
     """Losses, the norm, in which each parameter counts once, and parameters."""
     count, overrides = layout(spec)

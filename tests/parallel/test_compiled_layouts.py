@@ -17,7 +17,7 @@ from tests.parallel.test_parity import INTERLEAVED, MODELS, ZEROS, draw, layout
 # that the compiler cannot make; and GPT's loss, whose chunks it would put into an order of its own. All others: nowhere
 BOUNDARIES = {("vit", f"dp=2 {ZEROS}"): {"wait_for_gather"}, ("gpt", "cp=2 context=gather"): {"look_back"}}
 LAYOUTS = [("vit", spec) for spec in (
-    "dp=2", f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", "tp=2 sp=true overlap=symmetric",
+    "dp=2", f"dp=2 {ZEROS}", "dp=2 zero=3", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", "tp=2 sp=true overlap=symmetric",
     "cp=2 context=gather", "cp=2 context=all_to_all", "cp=2 context=ring", f"pp=2 {INTERLEAVED}")]
 OTHERS = [(kind, spec) for kind in ("gpt", "dit")
           for spec in ("tp=2 sp=true overlap=none", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring")]

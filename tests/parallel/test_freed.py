@@ -29,7 +29,8 @@ def left_over(settings):
 
 
 @pytest.mark.parametrize("settings", [
-    "parallel.dp=2", "parallel.dp=2 parallel.zero=true", "parallel.dp=2 parallel.data=ddp", "parallel.dp=2 parallel.data=naive",
+    "parallel.dp=2", "parallel.dp=2 parallel.zero=true", "parallel.dp=2 parallel.zero=3",
+    "parallel.dp=2 parallel.data=ddp", "parallel.dp=2 parallel.data=naive",
     "parallel.dp=1 parallel.tp=2 parallel.sp=true", "parallel.dp=1 parallel.cp=2", "parallel.dp=1 parallel.pp=2"])
 def test_a_model_that_nobody_holds_is_freed(settings):
     assert ranks(2)(left_over, settings.split()) == [[], []]

@@ -96,7 +96,8 @@ def freeze(model: Any) -> None:
 
 
 EACH = [f"parallel.dp=2 {more}" for more in ("", "parallel.data=naive", "parallel.data=ddp", "parallel.zero=true",
-                                             "parallel.zero=true train.micro_batch=1 train.recompute=full")] + [
+                                             "parallel.zero=true train.micro_batch=1 train.recompute=full", "parallel.zero=2",
+                                             "parallel.zero=3 train.micro_batch=1 train.recompute=full")] + [
     f"{TP} optim.clip=0.05", f"{SP} optim.weight_decay=0.1", f"{SP} parallel.overlap=none train.recompute=selective", CP,
     "parallel.pp=2 train.micro_batch=2"]
 
@@ -139,7 +140,7 @@ def go_on(folder: Path, layout: str, steps: list[int]) -> tuple[list[float], dic
                     if not p.requires_grad}
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp=2 parallel.zero=true", SP])
+@pytest.mark.parametrize("layout", ["parallel.dp=2 parallel.zero=true", "parallel.dp=2 parallel.zero=3", SP])
 def test_checkpoints_hold_what_is_frozen(layout, tmp_path):
     """Two steps in a layout and two in one process: as four in one process. The average of a frozen weight is the weight."""
     whole, _ = go_on(tmp_path / "whole", "", [1, 2, 3, 4])

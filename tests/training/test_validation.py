@@ -96,6 +96,7 @@ def test_the_loss_in_pieces_is_the_loss(whole, spec):
 
 
 @pytest.mark.parametrize("size, spec", [(2, "tp=2 parallel.sp=true"), (2, "cp=2"), (2, "pp=2"), (2, "dp=2 parallel.zero=true"),
+                                        (2, "dp=2 parallel.zero=3"),
                                         *(pytest.param(4, spec, marks=pytest.mark.slow) for spec in (
                                             "cp=2 parallel.tp=2", "pp=2 parallel.tp=2 parallel.sp=true",
                                             "pp=2 parallel.dp=2 parallel.schedule=interleaved parallel.chunks=2",

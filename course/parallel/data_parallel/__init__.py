@@ -23,12 +23,15 @@ def build_gradient_sync(model: Model, layout: "Layout", settings: "Parallel", lo
     """Build the gradient synchronization of a model over dp x cp. Call it after the parameters have their values.
 
     low: the 16-bit dtype of the matmuls, if the parameters are wider; ZeRO then computes with copies in it. masters: a single
-    rank does so too, with an optimizer that writes the copies (`Config.masters`).
+    rank does so too, with an optimizer that writes the copies (`Config.masters`). draw: the initial values of a placement, where
+    parameters have none yet (`shards_parameters`).
     """
     if layout.mesh.dp_cp.size == 1:
         method = "master_weights" if low and masters else "none"
+    elif settings.zero >= 2:
+        return FSDP(model, layout, settings, low, draw)
     else:
-        method = f"zero{settings.zero}" if settings.zero else settings.data
+        method = "zero1" if settings.zero else settings.data
     return METHODS[method](model, layout.placements, settings.bucket_mb, low)
 
 

@@ -9,8 +9,9 @@ A unit is the embedding, a block or the head. With stage 3, one pass over the un
     backward    all-gather(i - 1) runs beside the backward of unit i; then the weights of unit i are freed, and
                 reduce-scatter(i) runs beside the backward of unit i - 1
 
-An all-reduce moves as many bytes as a reduce-scatter and an all-gather. Stage 2 moves as much as data parallelism, stage 3 half as
-much again (Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Zhao et al. 2023, arXiv:2304.11277, describes PyTorch's FSDP).
+An all-reduce moves as many bytes as a reduce-scatter and an all-gather. Stage 2 moves as much as data parallelism, stage 3 half
+as much again (Rajbhandari et al. 2020, arXiv:1910.02054, section 7). Zhao et al. 2023, arXiv:2304.11277, describe PyTorch's
+FSDP.
 
 The parameters of a unit are views of one flat tensor. Freeing it means to resize its storage to zero bytes, so whatever autograd
 has saved of the weights stays valid: the next all-gather fills the same storage. Ranks issue collectives in the order in which
@@ -59,7 +60,7 @@ class FlatParameters:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, partial: Axis | None, dtype: torch.dtype,
-                 sums: torch.dtype, passes: int = 0):
+                 sums: torch.dtype, shared: bool = False):
         self.parameters, self.shard, self.replicate, self.partial = parameters, shard, replicate, partial
         self.sums = sums
         self.numel = sum(p.numel() for p in parameters)
@@ -75,7 +76,7 @@ class FlatParameters:
         self.averaging: Any = None                  # the all-reduce over the replicas in flight
         self.gradient: Tensor | None = None         # this rank's share of the mean, summed over micro-batches
         self.reduced = 0                            # backward passes of this step whose gradients are in it, or on their way
-        self.shared = passes > 1                    # whether several units use them
+        self.shared = shared                        # whether several units use them
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The part of each parameter in a tensor that is laid out like `whole`."""
@@ -115,10 +116,14 @@ class FlatParameters:
             self.gathering.wait()
             self.gathering, self.gathered = None, True
 
-    def free(self) -> None:
-        """Free the memory of the whole weights."""
+    def forget(self) -> None:
+        """Make the next use gather the weights again."""
         self.wait_gather()
         self.gathered = False
+
+    def free(self) -> None:
+        """Free the memory of the whole weights."""
+        self.forget()
         free_memory(self.whole)
 
     def start_reduce(self) -> None:
@@ -203,7 +208,8 @@ class FSDP(GradientSync):
     of a placement; without it the parameters have their values, and stage 3 frees them.
     """
 
-    def __init__(self, model: Model, layout: "Layout", settings: "Parallel", low: torch.dtype | None = None, draw: Draw | None = None):
+    def __init__(self, model: Model, layout: "Layout", settings: "Parallel", low: torch.dtype | None = None,
+                 draw: Draw | None = None):
         super().__init__(model, layout.placements, settings.bucket_mb, low)
         self.keep = settings.zero == 2              # whether the weights stay whole
         self.reshard_after = settings.reshard_after
@@ -217,7 +223,9 @@ class FSDP(GradientSync):
         frozen = [p for p in model.parameters() if not p.requires_grad]
         owned_by_first(layout.placements, frozen, layout.mesh.dp_cp)    # whole on every rank
         self.optimizer_parameters += frozen
-        self.after_optimizer_step()
+        if not self.keep:
+            for flat in self.flats:
+                flat.free()
 
     def _flatten(self, layout: "Layout", settings: "Parallel", low_weights: set[nn.Parameter], low: torch.dtype | None,
                  draw: Draw | None) -> list[FlatParameters]:
@@ -228,25 +236,28 @@ class FSDP(GradientSync):
             for parameter in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
                 users.setdefault(parameter, []).append(module)
         flats: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-        for parameter, by in users.items():         # one flat for what one unit, or the same units, use alike
+        for parameter, used_by in users.items():    # one flat for what one unit, or the same units, use alike
             where = layout.placements[parameter]
-            alike = (tuple(modules.index(module) for module in by), parameter in low_weights, where.average_over, where.partial_over)
+            users_at = tuple(modules.index(module) for module in used_by)
+            alike = users_at, parameter in low_weights, where.average_over, where.partial_over
             flats.setdefault(alike, []).append(parameter)
         made: list[FlatParameters] = []
         using: dict[int, list[FlatParameters]] = {}
-        for (by, narrow, average, partial), held in flats.items():
+        for (users_at, narrow, average, parts), held in flats.items():
             shard, replicate = (layout.mesh.shard, layout.mesh.replicate) if average is layout.mesh.dp_cp else \
                 (average or Axis("none"), Axis("none"))
-            sums = held[0].dtype if not (narrow and settings.reduce_in == "matmul") else low
-            assert sums is not None
-            flat = FlatParameters(held, shard, replicate, partial, low if narrow and low else held[0].dtype, sums, len(by))
+            dtype = low if narrow and low else held[0].dtype
+            sums = dtype if settings.reduce_in == "matmul" else held[0].dtype
+            flat = FlatParameters(held, shard, replicate, parts, dtype, sums, len(users_at) > 1)
             flat.place_segments(layout.placements)
             fill(flat, layout.placements, draw)
             made.append(flat)
-            for at in by:
+            for at in users_at:
                 using.setdefault(at, []).append(flat)
-        units = {module: Unit(module, [f for f in using.get(at, []) if not f.shared], [f for f in using.get(at, []) if f.shared])
-                 for at, module in enumerate(modules)}
+        units = {}
+        for at, module in enumerate(modules):
+            needed = using.get(at, [])
+            units[module] = Unit(module, [flat for flat in needed if not flat.shared], [flat for flat in needed if flat.shared])
         for chain in self.chains:
             for a, b in pairwise(chain):
                 units[a].after, units[b].before = units[b], units[a]
@@ -339,11 +350,13 @@ class FSDP(GradientSync):
                 segment.grad = flat.gradient[here]
 
     def after_optimizer_step(self) -> None:
-        """The weights on the ranks are old: free them or, in stage 2, begin to gather the new ones."""
+        """The gathered weights are old: free them or, in stage 2, begin to gather the new ones."""
         for flat in self.flats:
-            flat.free()
+            flat.forget()
             if self.keep:
                 flat.start_gather()
+            else:
+                flat.free()
 
     def wait_parameters(self) -> None:
         for flat in self.flats:
@@ -364,17 +377,20 @@ class FSDP(GradientSync):
 
 def fill(flat: FlatParameters, placements: Placements, draw: Draw | None) -> None:
     """Fill the masters with initial values, drawn or the parameters' own; the parameters become views of `flat.whole`."""
-    if draw is not None:
-        for segment, here in flat.segments:
-            flat.master[here] = draw(placements[segment]).to(flat.master.dtype)
-    else:
-        wide = torch.zeros(len(flat.whole), dtype=flat.master.dtype, device=flat.master.device)
-        for parameter, view in zip(flat.parameters, flat.cut(wide), strict=True):
-            view.copy_(parameter.data)
-        flat.master.copy_(wide[flat.mine])
+    given = [parameter.data for parameter in flat.parameters]
     for parameter, view in zip(flat.parameters, flat.cut(flat.whole), strict=True):
         parameter.data = view
-    free_memory(flat.whole)
+    if draw is None:
+        wide = torch.zeros(len(flat.whole), dtype=flat.master.dtype, device=flat.master.device)
+        for value, view in zip(given, flat.cut(wide), strict=True):
+            view.copy_(value)
+        flat.master.copy_(wide[flat.mine])
+        flat.whole.copy_(wide)
+        flat.gathered = True
+    else:
+        free_memory(flat.whole)
+        for segment, here in flat.segments:
+            flat.master[here] = draw(placements[segment]).to(flat.master.dtype)
 
 
 def sum_partial(flats: Sequence[FlatParameters]) -> None:
@@ -460,7 +476,7 @@ def sharded_class(kind: type) -> type:
     """The subclass of a module's class whose calls gather and free weights: one, or torch.compile would compile each unit."""
     if kind not in SHARDED:
         SHARDED[kind] = type(kind.__name__, (kind,), {
-            "__call__": lambda module, *inputs: sharded_call(module, kind.__call__, inputs)})       # type: ignore[operator]
+            "__call__": lambda module, *inputs: sharded_call(module, kind.__call__, inputs)})
     return SHARDED[kind]
 
 
