@@ -96,17 +96,27 @@ def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] 
     assert all(seen.all() for seen in covered.values())
 
 
+FSDP = "course.parallel.data_parallel.fsdp"
 ZEROS = "zero=true bucket_mb=0.01"
 INTERLEAVED = "schedule=interleaved chunks=2 micro=2"
-TWO = ["dp=2 bucket_mb=0.01", "dp=2 data=naive", "dp=2 data=ddp", f"dp=2 {ZEROS}",
+TWO = ["dp=2 bucket_mb=0.01", "dp=2 data=naive", "dp=2 data=ddp", f"dp=2 {ZEROS}", "dp=2 zero=2", "dp=2 zero=3",
+       "dp=2 zero=3 reshard_after=step", "cp=2 zero=3",
        "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
        "pp=2 schedule=gpipe micro=3", "pp=2 schedule=1f1b micro=1", f"pp=2 {INTERLEAVED}"]
-ALONE = ["dp=4 bucket_mb=0.01", f"dp=4 {ZEROS}", "tp=4", "tp=4 sp=true", "cp=4 context=gather", "cp=4 context=ring",
+ALONE = ["dp=4 bucket_mb=0.01", f"dp=4 {ZEROS}", "dp=4 zero=3", "dp=4 zero=3 shard=2", "dp=4 zero=2 shard=2",
+         "dp=4 zero=3 shard=1", "dp=2 zero=3 reshard_after=backward", "cp=3 zero=3 micro=1",
+         "tp=4", "tp=4 sp=true", "cp=4 context=gather", "cp=4 context=ring",
          "cp=4 context=all_to_all", "pp=4 schedule=gpipe micro=1", "pp=4 schedule=1f1b micro=1"]
 PAIRS = ["dp=2 tp=2", "dp=2 tp=2 sp=true", "dp=2 cp=2", f"dp=2 cp=2 {ZEROS}", "dp=2 pp=2 micro=1", f"dp=2 pp=2 {INTERLEAVED}",
          "cp=2 tp=2", "cp=2 tp=2 sp=true", "cp=2 tp=2 sp=true context=all_to_all", "cp=2 tp=2 sp=true context=gather",
          "pp=2 tp=2 micro=2", "pp=2 tp=2 sp=true micro=2", "pp=2 cp=2 micro=2", f"pp=2 cp=2 {INTERLEAVED}",
          "dp=2 tp=2 order=pp-tp-cp-dp", "pp=2 cp=2 micro=2 order=cp-dp-tp-pp", "cp=2 tp=2 sp=true order=tp-cp-dp-pp"]
+SHARDED = [f"dp=2 {more}{stage}" for more in ("cp=2 ", "tp=2 sp=true ", "pp=2 micro=1 ") for stage in ("zero=2", "zero=3")] + [
+    "dp=2 cp=2 zero=3 shard=2", "cp=2 tp=2 sp=true zero=3 order=tp-cp-dp-pp", "cp=2 pp=2 micro=2 zero=3 reshard_after=backward",
+    f"dp=2 pp=2 zero=3 reshard_after=step {INTERLEAVED}", f"dp=2 pp=2 zero=3 {INTERLEAVED}",
+    "dp=2 pp=2 zero=3 schedule=gpipe micro=3",
+    "dp=2 cp=2 tp=2 sp=true zero=3 shard=2", "pp=2 dp=2 tp=2 sp=true zero=3 micro=2",
+    f"pp=2 dp=2 cp=2 zero=3 shard=2 {INTERLEAVED}", f"pp=2 dp=2 cp=2 tp=2 sp=true zero=3 {INTERLEAVED}"]
 EIGHT = [f"dp=2 cp=2 tp=2 sp=true {ZEROS}", "pp=2 dp=2 tp=2 sp=true micro=2", f"pp=2 dp=2 cp=2 {ZEROS} {INTERLEAVED}",
          "pp=2 cp=2 tp=2 sp=true schedule=gpipe micro=2 order=cp-pp-tp-dp", "pp=2 cp=2 tp=2 sp=true context=all_to_all micro=2"]
 ALL = f"pp=2 dp=2 cp=2 tp=2 sp=true {ZEROS} {INTERLEAVED}"           # sixteen ranks
@@ -116,7 +126,8 @@ EXTRAS = {"clipping": ("optim.clip=0.05",), "accumulation": ("train.micro_batch=
           "dropout": ("model.dropout=0.2", "model.drop_path=0.2"),
           "recompute": ("train.recompute=full", "model.dropout=0.2", "model.drop_path=0.2"),
           "selective recompute": ("train.recompute=selective", "model.dropout=0.2", "model.drop_path=0.2")}
-MIXED = ["dp=2 bucket_mb=0.01", f"dp=2 {ZEROS}", "dp=2 data=ddp", "tp=2 sp=true", "cp=2 context=ring", f"pp=2 {INTERLEAVED}",
+MIXED = ["dp=2 bucket_mb=0.01", f"dp=2 {ZEROS}", "dp=2 zero=3", "dp=2 tp=2 sp=true zero=2", "dp=2 data=ddp",
+         "tp=2 sp=true", "cp=2 context=ring", f"pp=2 {INTERLEAVED}",
          "dp=2 tp=2 sp=true", "cp=2 tp=2 sp=true", "pp=2 cp=2 micro=2"]
 
 
@@ -131,7 +142,7 @@ def slow(cases: list[str]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("spec", [*TWO, *slow([*ALONE, *PAIRS, *EIGHT, ALL])])
+@pytest.mark.parametrize("spec", [*TWO, *slow([*ALONE, *PAIRS, *SHARDED, *EIGHT, ALL])])
 def test_parity(spec):
     assert_equal_to_serial(*layout(spec))
 
@@ -150,8 +161,9 @@ def test_parity_with(spec, extra):
     *(pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
     for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full", "model.loss_chunk=0")]),
                          ("dit", [()]))
-    for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
-                 "cp=2 tp=2 sp=true", "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
+    for spec in (f"dp=2 {ZEROS}", "dp=2 zero=3", "dp=2 pp=2 micro=2 zero=3", "dp=2 cp=2 tp=2 sp=true zero=3 shard=2", "tp=2",
+                 "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all", "cp=2 tp=2 sp=true",
+                 "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
                  "pp=4 micro=1", *LARGE) for extra in (extras[-1:] if spec in LARGE else extras))])
 def test_parity_of_other_models(kind, spec, extra):
     assert_equal_to_serial(*layout(spec), extra, kind)
@@ -159,7 +171,8 @@ def test_parity_of_other_models(kind, spec, extra):
 
 @pytest.mark.parametrize(("spec", "extra"), [
     pytest.param(spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
-    for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none", "cp=2 context=gather", "cp=2 context=ring",
+    for spec in (f"dp=2 {ZEROS}", "dp=2 tp=2 sp=true zero=3", "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none",
+                 "cp=2 context=gather", "cp=2 context=ring",
                  "cp=2 context=all_to_all", "cp=2 tp=2 sp=true", "cp=2 tp=2 sp=true context=gather", "pp=2 micro=2",
                  "pp=2 tp=2 micro=2", "cp=4 context=ring", *LARGE)
     for extra in ((), ("model.dropout=0.2", "train.recompute=full", "model.bias=true")) if extra or spec not in LARGE])
@@ -193,6 +206,14 @@ def average_over_dp_alone(model: Any, layout: Any, *settings: Any) -> Any:
     return build_gradient_sync(model, layout, *settings)
 
 
+def more_of(function: str, change: Any) -> Any:
+    """A method of `FlatParameters`, called with what a change makes of its tensor."""
+    from course.parallel.data_parallel.fsdp import FlatParameters
+
+    method = getattr(FlatParameters, function)
+    return lambda flat, tensor: [method(flat, x) for x in change(tensor)]
+
+
 # what is broken, by what, and a layout that must notice
 MUTATIONS = {
     "no all-reduce after a row linear": ("course.parallel.mappings.reduce", lambda x, axis: x, "tp=2", "vit"),
@@ -216,6 +237,20 @@ MUTATIONS = {
                                                      "tp=2 dp=2 sp=true", "vit"),
     "the same with ZeRO-1": ("course.parallel.data_parallel.gradients.reduce_partial", lambda bucket, parts: None,
                              "tp=2 dp=2 sp=true zero=true", "vit"),
+    "a sum for FSDP's mean": (f"{FSDP}.divide_by_size", lambda x, axis: None, "dp=2 zero=3", "vit"),
+    "old weights after the optimizer's step": (f"{FSDP}.FlatParameters.forget", lambda flat: None, "dp=2 zero=2", "vit"),
+    "the same when they are freed once a step": (f"{FSDP}.FlatParameters.free", lambda flat: None,
+                                                 "dp=2 zero=3 reshard_after=step", "vit"),
+    "a share that begins one number early": (f"{FSDP}.FlatParameters.add", more_of("add", lambda x: [x.roll(1)]), "dp=2 zero=3",
+                                             "vit"),
+    "a gradient that is reduced twice": (f"{FSDP}.FlatParameters.add", more_of("add", lambda x: [x, x]), "dp=2 zero=2", "vit"),
+    "a micro-batch that is not added": (f"{FSDP}.FlatParameters.add", lambda flat, x: setattr(flat, "gradient", x),
+                                        "dp=2 zero=3 micro=2", "vit"),
+    "copies of a share that are not averaged": (f"{FSDP}.FlatParameters.start_average", lambda flat: None, "dp=4 zero=3 shard=2",
+                                                "vit"),
+    "norms see their own tokens alone, with FSDP": (f"{FSDP}.sum_partial", lambda flats: None, "tp=2 dp=2 sp=true zero=3", "vit"),
+    "tied weights of two stages not added, with FSDP": (f"{FSDP}.sum_partial", lambda flats: None, "pp=2 dp=2 micro=2 zero=3",
+                                                        "gpt"),
     "a zigzag in the wrong order": ("course.parallel.tensor_parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring",
                                     "gpt"),
     "blocks of a ring not merged": ("course.parallel.context_parallel.ring_attention.merge", lambda out, lse, new_out,
@@ -269,7 +304,7 @@ def run(overrides: list[str]) -> None:
 
 
 OTHERS = {"tp": ["parallel.tp=2", "parallel.sp=true"], "pp": ["parallel.pp=2", "train.micro_batch=4"],
-          "zero": ["parallel.zero=true", "parallel.bucket_mb=0.01"]}
+          "fsdp": ["parallel.zero=3"], "zero": ["parallel.zero=true", "parallel.bucket_mb=0.01"]}
 
 
 @pytest.mark.parametrize("name", OTHERS)
