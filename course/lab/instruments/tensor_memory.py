@@ -5,7 +5,8 @@ Also measure the bytes that a forward pass keeps for its backward pass.
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: set[int] = set()                 # storages that are counted, or existed before
+        self.known: dict[int, int] = {}              # storage -> its bytes if it is counted, 0 if it existed before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
@@ -39,15 +40,36 @@ class MemoryMeter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         name = storage._cdata
         if name not in self.known:
-            self.known.add(name)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.freed, name, size)
+            self.known[name] = 0
+            self.count(name, size)
+            weakref.finalize(storage, self.freed, name)
 
-    def freed(self, name: int, size: int) -> None:
+    def count(self, name: int, size: int) -> None:
+        """Count `size` bytes for a known storage from now on."""
+        self.now += size - self.known[name]
+        self.peak = max(self.peak, self.now)
+        self.known[name] = size
+
+    def freed(self, name: int) -> None:
         """Forget a freed storage; a new one may get its ID."""
-        self.known.discard(name)
-        self.now -= size
+        self.now -= self.known.pop(name)
+
+    def __enter__(self) -> Self:
+        """Also watch storages that are resized, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self.known:
+                self.count(storage._cdata, size)
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", watched)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.patch.stop()
+        super().__exit__(*raised)
 
 
 def saved_for_backward(forward: Callable[[], Any], without: Iterable[Tensor] = ()) -> tuple[Any, int]:
