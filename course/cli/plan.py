@@ -198,7 +198,7 @@ def describe(config: Config, base: Config) -> str:
     if p.pp > 1 and p.schedule != "1f1b":
         words.append(p.schedule + (f" x {p.chunks}" if p.chunks > 1 else ""))
     if p.zero and p.dp * p.cp > 1:
-        words.append("ZeRO-1")
+        words.append(f"ZeRO-{p.zero}" + f" over {p.shard}" * (p.shard > 0))
     if p.bucket_mb != base.parallel.bucket_mb and p.dp * p.cp > 1:
         words.append(f"{p.bucket_mb:g} MiB a bucket")
     if config.train.recompute != "none":

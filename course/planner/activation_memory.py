@@ -18,6 +18,7 @@ from course.planner.parameter_memory import (
     own_masters,
     patch,
     replicas,
+    stage,
     stream,
     uneven,
     wide,
@@ -158,7 +159,7 @@ def ends(rank: Rank, micros: float, moment: str) -> float:
     patches = rank.s * patch(c) * low(c) if rank.first and c.precision in LOW_PRECISION else 0
     if not rank.last:
         return micros * (patches + size * stream(c))
-    if moment in ("backward", "end"):
+    if moment in ("backward", "end", "reduce", "embedding"):
         return micros * patches
     after = size * (stream(c) if c.compile else normed_from(c))
     if not isinstance(c.model, GPTConfig):
@@ -224,15 +225,17 @@ def workspace(rank: Rank, moment: str) -> float:
         return 0.0                                  # no backward pass; only the chunked loss computes gradients in forward
     if moment in ("loss", "rehearsal"):
         return head_workspace(rank) if rank.last else 0.0
-    return block_workspace(rank)
+    return block_workspace(rank, moment)
 
 
-def block_workspace(rank: Rank) -> float:
+def block_workspace(rank: Rank, moment: str) -> float:
     """Bytes of the temporaries in a block's backward pass: recomputed activations; gradients of residual stream and hidden
     units; the gradient of the largest weight, in the matmuls' format and, for float32 parameters, in float32."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
+    if moment in ("reduce", "embedding"):                         # the block's backward pass is done
+        return s * D * stream(c)
     weight = max(D * M * gated(c), D * modulation(c, 6))
-    weight *= low(c) if own_masters(c) else wide(c) + low(c) * (c.precision in LOW_PRECISION)
+    weight *= low(c) if own_masters(c) or stage(c) >= 2 else wide(c) + low(c) * (c.precision in LOW_PRECISION)
     again = 0.0
     if c.train.recompute != "none":
         again = sum(everything(rank).values()) - kept(rank)
@@ -286,7 +289,7 @@ def buffers(rank: Rank, micros: float, moment: str) -> float:
     incoming and one outgoing pipeline message in each direction."""
     c, every = rank.config, sum(rank.weights)
     size = 0.0
-    if c.parallel.zero and replicas(c) > 1:
+    if stage(c) == 1:
         size += every * wide(c) / replicas(c)
     elif replicas(c) > 1 and c.parallel.data == "naive" and moment == "optimizer":
         size += every * wide(c)

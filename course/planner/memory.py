@@ -7,6 +7,8 @@
     loss         the last micro-batch's forward pass is done: all saved activations are alive, and the head is at work
     backward     the last block's backward pass: the head's is done, and one block's temporaries are alive
     end          the first block's backward pass: all gradients are alive, and few activations
+    reduce       stages 2 and 3 of ZeRO: the first block's backward pass is done, and its gradients are copied to be reduced
+    embedding    the same for the embedding's, or for those of a weight that it shares with the head
     optimizer    gradients and states, no activations
 
 The sum counts what `torch.cuda.max_memory_allocated` counts, from the start of the process. Each term has its own function, in
@@ -34,7 +36,7 @@ from functools import lru_cache
 
 from course.config import Config
 from course.parallel.pipeline_parallel.schedules import alive, passes_of
-from course.planner import activation_memory, parameter_memory
+from course.planner import activation_memory, parameter_memory, sharded_memory
 from course.planner.parameter_memory import Rank
 
 MIB = 2**20
@@ -60,7 +62,7 @@ class Memory:
     buffers: int                                    # communication: gradient shards, pipeline messages
     workspace: int                                  # temporaries
     reserve: int                                    # beyond tensors: CUDA context and fragmentation
-    moment: str                                     # first, loss, backward, end or optimizer
+    moment: str                                     # as above
     stage: int                                      # rank along pp
 
     @property
@@ -112,7 +114,8 @@ def of_rank(rank: Rank) -> Memory:
 
 def moments(rank: Rank) -> Iterator[Memory]:
     """Yield the memory of one rank at each moment at which it may peak."""
-    for moment in ("loss", "backward", "end", "optimizer"):
+    sharded = parameter_memory.stage(rank.config) >= 2
+    for moment in ("loss", "backward", "end", "optimizer", *(sharded_memory.MOMENTS if sharded else ())):
         yield memory_at(moment, rank)
     yield from beginning(rank)
 
@@ -140,7 +143,11 @@ def memory_at(moment: str, rank: Rank) -> Memory:
     """The memory of one rank at one moment."""
     done = 1.0 if moment in ("end", "optimizer") else 0.0               # share of the gradients that exist
     live, micros = under_way(rank, moment)
-    parts = {"parameters": parameter_memory.parameters(rank), "gradients": parameter_memory.gradients(rank, done),
+    if parameter_memory.stage(rank.config) >= 2:
+        parameters, gradients = sharded_memory.weights(rank, moment), sharded_memory.gradients(rank, moment)
+    else:
+        parameters, gradients = parameter_memory.parameters(rank), parameter_memory.gradients(rank, done)
+    parts = {"parameters": parameters, "gradients": gradients,
              "states": parameter_memory.states(rank),
              "average": parameter_memory.average(rank), "copies": parameter_memory.copies(rank, live),
              "activations": live * activation_memory.kept(rank) + activation_memory.ends(rank, micros, moment),
@@ -162,8 +169,10 @@ def under_way(rank: Rank, moment: str) -> tuple[float, float]:
     With a pipeline, at the peak of the rank's schedule.
     """
     p = rank.config.parallel
-    if moment in ("end", "optimizer"):
-        return (1, 1) if moment == "end" else (0, 0)
+    if moment == "optimizer":
+        return 0, 0
+    if moment in ("end", *sharded_memory.MOMENTS):
+        return int(moment == "end"), 1
     if p.pp == 1:
         return rank.blocks, 1
     micros = rank.micros if p.schedule == "gpipe" else min(rank.micros, 4 * p.pp)      # more would only repeat

@@ -124,7 +124,7 @@ def nearest(config: Config, room: float, device: torch.device, below: float = ma
     ways: dict[str, list[Any]] = {
         "train.micro_batch": [2**k for k in reversed(range(max(0, math.ceil(math.log2(micro))))) if 2**k < micro],
         "train.recompute": list(again[again.index(config.train.recompute) + 1:]),
-        "parallel.zero": [1] * (config.parallel.dp * config.parallel.cp > 1 and not config.parallel.zero)}
+        "parallel.zero": [*range(config.parallel.zero + 1, 4)] * (config.parallel.dp * config.parallel.cp > 1)}
     for count in range(1, len(ways) + 1):
         for keys in combinations(ways, count):
             for values in product(*(ways[key] for key in keys)):

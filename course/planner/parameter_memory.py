@@ -169,13 +169,18 @@ def count(rank: Rank) -> tuple[int, int]:
 
 
 def replicas(c: Config) -> int:
-    """Number of ranks over which gradients are averaged and ZeRO-1 shards."""
+    """Number of ranks over which gradients are averaged."""
     return max(c.parallel.dp, 1) * c.parallel.cp
 
 
-def sharded(c: Config) -> int:
-    """Number of ranks over which optimizer states are sharded."""
-    return replicas(c) if c.parallel.zero else 1
+def shard_size(c: Config) -> int:
+    """Number of ranks over which optimizer states are sharded, from stage 2 on also gradients, in stage 3 also weights."""
+    return (c.parallel.shard or replicas(c)) if c.parallel.zero else 1
+
+
+def stage(c: Config) -> int:
+    """ZeRO's stage; 0 if no other rank has the same weights."""
+    return c.parallel.zero if replicas(c) > 1 else 0
 
 
 def own_masters(c: Config) -> bool:
@@ -184,8 +189,8 @@ def own_masters(c: Config) -> bool:
 
 
 def narrow_weights(c: Config) -> bool:
-    """Whether the rank computes with 16-bit weights and holds masters: `own_masters`, or ZeRO-1 in bf16 or fp16."""
-    return own_masters(c) or (sharded(c) > 1 and c.precision in ("bf16", "fp16"))
+    """Whether the rank computes with 16-bit weights and holds masters: `own_masters`, or ZeRO in bf16 or fp16."""
+    return own_masters(c) or (stage(c) > 0 and c.precision in ("bf16", "fp16"))
 
 
 def narrow(rank: Rank) -> int:
@@ -209,16 +214,17 @@ def gradients(rank: Rank, done: float) -> float:
 
 
 def states(rank: Rank) -> float:
-    """Bytes of the optimizer states and float32 masters, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054, section
-    3.1). Adam has two states, 8 bytes per parameter; SGD one with momentum, else none."""
+    """Bytes of the optimizer states and masters, sharded by ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1). Adam
+    has two states, 8 bytes per parameter; SGD one with momentum, else none. In stages 2 and 3 all parameters have masters."""
     c = rank.config
     each = 2 if c.optim.name == "adam" else 1 if c.optim.momentum else 0
-    return (each * sum(rank.weights) + narrow(rank)) * wide(c) / sharded(c)
+    masters = sum(rank.weights) if stage(c) >= 2 else narrow(rank)
+    return (each * sum(rank.weights) + masters) * wide(c) / shard_size(c)
 
 
 def average(rank: Rank) -> float:
     """Bytes of the moving average with optim.ema: 4 per parameter that this rank updates."""
-    return sum(rank.weights) * wide(rank.config) / sharded(rank.config) if rank.config.optim.ema else 0.0
+    return sum(rank.weights) * wide(rank.config) / shard_size(rank.config) if rank.config.optim.ema else 0.0
 
 
 def copies(rank: Rank, live: float) -> float:

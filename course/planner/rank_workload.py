@@ -148,7 +148,7 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
     micro = min(t.micro_batch or share, share)
     kernels = kernels_of(hardware)
     return RankWorkload(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
-                 collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves))
+                 collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves, p.shard))
 
 
 def default_backend(hardware: Hardware) -> str:

@@ -189,7 +189,7 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
     Symmetric memory requires the tp ranks to share a node. Keys without effect on a layout stay unchanged.
     """
     p = config.parallel
-    zeros = asked.values("parallel.zero", [1, 0]) if p.dp * p.cp > 1 else [p.zero]
+    zeros = asked.values("parallel.zero", [1, 0, 2, 3]) if p.dp * p.cp > 1 else [p.zero]
     return [{**way, "parallel.context": context, "parallel.zero": zero}
             for way, context, zero in product(tensor_parallel_choices(asked, config), context_choices(asked, config), zeros)]
 

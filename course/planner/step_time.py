@@ -199,6 +199,8 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
     p, group, size = local.p, local.groups["dp_cp"], local.gradient * weights
     if group.size == 1 or p.data == "none":
         return 0.0, 0.0
+    if p.zero >= 2:
+        return sharded_time(local, weights, backward, forward)
     if p.data == "naive":                           # concatenated, reduced, divided and copied back
         return collectives.all_reduce(size, group) + local.seconds([("copy", 2 * size)] * 2 + [("elementwise", 2 * size)]), 0.0
     copies = local.seconds([("copy", 2 * size)]) if p.data == "bucketed" else 0.0
@@ -212,6 +214,30 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
     gather = number * collectives.all_gather(bucket * (0.5 if local.low == 2 and local.config.precision != "fp8" else 1.0), group)
     shown = exposed(scatter, number, backward) + exposed(gather, number, forward)
     return copies + shown + BESIDE * (scatter + gather - shown), scatter + gather - shown
+
+
+def sharded_time(local: RankWorkload, weights: float, backward: float, forward: float) -> tuple[float, float]:
+    """(exposed, hidden) seconds of the gathers and scatters of stages 2 and 3 (`course/parallel/data_parallel/fsdp.py`).
+
+    Gradients are copied and reduce-scattered after each micro-batch's backward pass, unit by unit. Stage 2 gathers the weights
+    once a step; stage 3 for each pass, or for each forward pass, or once (`parallel.reshard_after`). With replicas, each share's
+    gradient is all-reduced in the last backward pass. The first gather and the last scatter of a pass are exposed.
+    """
+    p, shard, replicate = local.p, local.groups["shard"], local.groups["replicate"]
+    units = local.m.depth // p.pp + 2
+    low = 2.0 if local.low == 2 and local.config.precision != "fp8" else float(local.gradient)
+    sums = low if p.reduce_in == "matmul" else float(local.gradient)
+    gather = units * collectives.all_gather(low * weights / units, shard)
+    scatter = units * collectives.reduce_scatter(sums * weights / units, shard)
+    average = units * collectives.all_reduce(local.gradient * weights / units / shard.size, replicate)
+    micros = local.micros
+    forwards = 1 if p.zero == 2 or p.reshard_after == "step" else micros            # that gather
+    beside = scatter + (gather if p.zero == 3 and p.reshard_after == "forward" else 0.0)
+    shown = (forwards * exposed(gather, units, forward) + (micros - 1) * exposed(beside, units, backward)
+             + exposed(beside + average, units, backward))
+    total = forwards * gather + micros * beside + average
+    moved = micros * (low + sums) * weights + (local.gradient + low) * weights / shard.size
+    return local.seconds([("copy", moved)]) + shown + BESIDE * (total - shown), total - shown
 
 
 def partial_time(local: RankWorkload, layers: int) -> float:

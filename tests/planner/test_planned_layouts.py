@@ -40,7 +40,7 @@ def any_config(draw):
     p = Parallel(pp=draw.choice([1, 1, 2, 3, 4]), dp=draw.choice([0, 1, 2, 3]), cp=draw.choice([1, 1, 2, 3]),
                  tp=draw.choice([1, 2, 3, 4]), sp=draw.choice([True, False]), overlap=draw.choice(["none", "nccl", "symmetric"]),
                  context=draw.choice(["gather", "ring", "all_to_all"]), schedule=draw.choice(["gpipe", "1f1b", "interleaved"]),
-                 zero=draw.choice([True, False]), chunks=draw.choice([1, 1, 2, 3]),
+                 zero=draw.choice([0, 1, 2, 3]), chunks=draw.choice([1, 1, 2, 3]),
                  data=draw.choice(["bucketed"] * 6 + ["ddp", "naive"]), order=draw.choice(["pp-dp-cp-tp", "tp-cp-dp-pp"]))
     if draw.random() < 0.7 and (p.schedule == "interleaved") != (p.chunks > 1):         # most of them make sense
         p = replace(p, chunks=2 if p.schedule == "interleaved" else 1)

@@ -49,7 +49,7 @@ def every_variant(config, gpus):
         if p.pp > 1:
             schedules += [("gpipe", 1)] + [("interleaved", v) for v in range(2, config.model.depth // p.pp + 1)]
         contexts = ["ring", "gather", "all_to_all"] if p.cp > 1 else [p.context]
-        zeros = [False, True] if p.dp * p.cp > 1 else [p.zero]
+        zeros = [0, 1, 2, 3] if p.dp * p.cp > 1 else [p.zero]
         long = [axis for axis in search_space.AXES if sizes[axis] > 1]
         orders = ["-".join([*names, *(axis for axis in search_space.AXES if axis not in long)]) for names in permutations(long)]
         for (sp, overlap), (schedule, v), context, zero, order, micro, how in product(
