@@ -11,6 +11,7 @@ from course.bench.layout_harness import Row, stack
 from course.config import Config, Parallel
 from course.models import build_model
 from course.parallel import World, build_mesh
+from course.parallel.initialize import initialize_serial
 
 
 def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], compiled: bool) -> Callable[[], object]:
@@ -96,6 +97,35 @@ def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor],
         plan.step(*([x] if world.rank == 0 else []), **({"target": x, "losses": []} if last else {}))
         for part in parts:
             part.zero_grad()
+
+    return run
+
+
+def fully_sharded(config: Config, world: World, reduce: torch.dtype) -> Callable[[], object]:
+    """A training step of the same model by PyTorch's fully_shard: bf16 weights and gradients reduced in `reduce`, Adam.
+
+    Units are the blocks, each compiled if the configuration says so; embedding and head are the root's, as in torchtitan.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    grid = init_device_mesh(world.device.type, (world.size,))
+    model: Any = initialize_serial(build_model(config.model), 0, world.device)
+    how: Any = {"mesh": grid, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)}
+    for block in model.blocks.values():
+        if config.compile:
+            block.compile()
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=True)
+    example = model.example(config.train.global_batch // world.size, world.device)
+    batch = model.prepare(example, torch.zeros((), dtype=torch.int64, device=world.device))
+
+    def run() -> None:
+        total, weight = model.loss(model(batch), batch)
+        (total / weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return run
 

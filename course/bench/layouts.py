@@ -26,6 +26,7 @@ from course.config import Config, Parallel, Train, load
 from course.parallel import World, build_gradient_sync, build_mesh, joined, mappings
 from course.parallel.context_parallel.attention import METHODS, SplitTokens
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
+from course.planner import memory
 from course.training.assemble import assemble
 from course.training.compile import compile_parts
 from course.training.optimizer import build_optimizer
@@ -215,6 +216,29 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
+def fsdp(world: World, small: bool) -> Iterator[Row]:
+    """Whole compiled steps of GPT 1.3B, 8 x 2048 tokens per GPU, bf16, Adam: ZeRO's stages, and PyTorch's fully_shard."""
+    tiny = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=3", "model.heads=4"]
+    base = ["data.source=mock", "precision=bf16", "train.micro_batch=0", f"train.global_batch={(2 if small else 8) * world.size}",
+            "train.recompute=none", "optim.clip=0", "parallel.tp=1", "parallel.sp=false", f"parallel.dp={world.size}",
+            f"train.device={world.device.type}", *(tiny if small else ["compile=true"])]
+    ways = {"ZeRO-1": ["parallel.zero=1"], "ZeRO-2": ["parallel.zero=2"], "ZeRO-3": ["parallel.zero=3"],
+            "ZeRO-3, gradients in bf16": ["parallel.zero=3", "parallel.reduce_in=matmul"],
+            "ZeRO-3, weights kept for the step": ["parallel.zero=3", "parallel.reshard_after=step"]}
+    for name, settings in ways.items():
+        config = load("gpt-1.3b", [*base, *settings])
+        training: Any = assemble(config, build_mesh(config.parallel, world))
+        batch = training.model.example(2 if small else 8, world.device)
+        yield measure(name, partial(training.step, batch), world, predicted_gb=memory.predict(config).allocated / 1e9)
+        del training
+        megatron_grid.free(world)
+    for reduce in ("float32", "bfloat16"):
+        theirs = baselines.fully_sharded(config, world, getattr(torch, reduce))
+        yield measure(f"fully_shard, gradients in {reduce}", theirs, world)
+        del theirs
+        megatron_grid.free(world)
+
+
 def sp(world: World, small: bool) -> Iterator[Row]:
     """Compiled training steps with sequence parallelism on all GPUs. Without a graph: samples sent one by one, and as one. In a
     graph, one by one: the compiler's kernels; Triton kernels with NCCL, with symmetric memory, and without sequence
@@ -295,7 +319,7 @@ def twenty(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "exchange": exchange, "cp": cp, "dp": dp, "pp": pp, "zero": zero,
+KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "exchange": exchange, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "fsdp": fsdp,
          "grid": megatron_grid.measure}
 
 

@@ -114,6 +114,7 @@ LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and
            "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
            "pp": "Pipeline schedules, and torch.distributed.pipelining's.",
            "zero": "ZeRO-1, and ZeroRedundancyOptimizer.",
+           "fsdp": "ZeRO's stages on steps of GPT 1.3B, and PyTorch's fully_shard.",
            "grid": "GPTs in layouts of dp x tp x pp, the cases of a Megatron-LM reproduction; the layers beside megatron-core's."}
 
 

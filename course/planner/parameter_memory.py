@@ -179,13 +179,13 @@ def shard_size(c: Config) -> int:
 
 
 def stage(c: Config) -> int:
-    """ZeRO's stage; 0 if no other rank has the same weights."""
-    return c.parallel.zero if replicas(c) > 1 else 0
+    """ZeRO's stage; one rank alone has no stage 1."""
+    return c.parallel.zero if replicas(c) > 1 or c.parallel.zero >= 2 else 0
 
 
 def own_masters(c: Config) -> bool:
     """Whether a single data-parallel rank has 16-bit weights and masters (`course/parallel/data_parallel/master_weights.py`)."""
-    return replicas(c) == 1 and c.masters and c.precision in ("bf16", "fp16")
+    return replicas(c) == 1 and stage(c) < 2 and c.masters and c.precision in ("bf16", "fp16")
 
 
 def narrow_weights(c: Config) -> bool:

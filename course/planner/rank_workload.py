@@ -81,13 +81,13 @@ class RankWorkload:
     @property
     def casts(self) -> bool:
         """Whether autocast casts weights. With master weights (ZeRO-1, or `masters`) they are in 16 bits already."""
-        return self.low == 2 and not self.masters and not (self.p.zero and self.dp * self.p.cp > 1)
+        return self.low == 2 and not self.masters and not (self.p.zero >= 2 or (self.p.zero and self.dp * self.p.cp > 1))
 
     @property
     def masters(self) -> bool:
         """Whether a single data-parallel rank keeps linears' weights in 16 bits, and with one micro-batch their gradients too
         (`course/parallel/data_parallel/master_weights.py`)."""
-        return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1
+        return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1 and self.p.zero < 2
 
     @property
     def gradient(self) -> int:

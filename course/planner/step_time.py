@@ -197,10 +197,10 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
     into buckets. ZeRO-1 reduce-scatters instead, and gathers the new weights during the next forward pass.
     """
     p, group, size = local.p, local.groups["dp_cp"], local.gradient * weights
-    if group.size == 1 or p.data == "none":
-        return 0.0, 0.0
     if p.zero >= 2:
         return sharded_time(local, weights, backward, forward)
+    if group.size == 1 or p.data == "none":
+        return 0.0, 0.0
     if p.data == "naive":                           # concatenated, reduced, divided and copied back
         return collectives.all_reduce(size, group) + local.seconds([("copy", 2 * size)] * 2 + [("elementwise", 2 * size)]), 0.0
     copies = local.seconds([("copy", 2 * size)]) if p.data == "bucketed" else 0.0

@@ -12,7 +12,6 @@ from course.ops import attention
 from course.ops.number_formats import cast_residual_stream, parameter_dtype, set_matmul_precision, working_dtype
 from course.ops.packed_attention import supports_precision
 from course.parallel import Layout, Mesh, build_gradient_sync, initialize, parallelize
-from course.parallel.data_parallel import shards_parameters
 from course.parallel.data_parallel.gradients import GradientSync
 from course.parallel.initialize import initial_values
 from course.training import fuse_blocks
@@ -57,7 +56,7 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     scaling = native.convert(model, config, mesh)
     layout = parallelize(model, mesh, config.parallel)
     native.prepare(model, layout, scaling)
-    seed, device, sharded = config.train.seed, mesh.world.device, shards_parameters(layout, config.parallel)
+    seed, device, sharded = config.train.seed, mesh.world.device, config.parallel.zero == 3
     initialize(model, layout.placements, seed, device, parameter_dtype(config.precision), noise, later=sharded)
     transformer_engine.convert(model, config, mesh)
     if config.stream == "narrow":

@@ -24,17 +24,12 @@ def build_gradient_sync(model: Model, layout: "Layout", settings: "Parallel", lo
 
     low: the 16-bit dtype of the matmuls, if the parameters are wider; ZeRO then computes with copies in it. masters: a single
     rank does so too, with an optimizer that writes the copies (`Config.masters`). draw: the initial values of a placement, where
-    parameters have none yet (`shards_parameters`).
+    parameters have none yet (`initialize` with `later`).
     """
+    if settings.zero >= 2:
+        return FSDP(model, layout, settings, low, draw)
     if layout.mesh.dp_cp.size == 1:
         method = "master_weights" if low and masters else "none"
-    elif settings.zero >= 2:
-        return FSDP(model, layout, settings, low, draw)
     else:
         method = "zero1" if settings.zero else settings.data
     return METHODS[method](model, layout.placements, settings.bucket_mb, low)
-
-
-def shards_parameters(layout: "Layout", settings: "Parallel") -> bool:
-    """Whether no rank holds whole parameters between steps."""
-    return settings.zero == 3 and layout.mesh.dp_cp.size > 1
