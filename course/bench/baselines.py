@@ -102,7 +102,7 @@ def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor],
 
 
 def fully_sharded(config: Config, world: World, reduce: torch.dtype) -> Callable[[], object]:
-    """A training step of the same model by PyTorch's fully_shard: bf16 weights and gradients reduced in `reduce`, Adam.
+    """A training step of the same model by PyTorch's fully_shard: bf16 weights and gradients reduced in `reduce`, clipping, Adam.
 
     Units are the blocks, each compiled if the configuration says so; embedding and head are the root's, as in torchtitan.
     """
@@ -124,6 +124,7 @@ def fully_sharded(config: Config, world: World, reduce: torch.dtype) -> Callable
     def run() -> None:
         total, weight = model.loss(model(batch), batch)
         (total / weight).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -10,7 +10,8 @@ def free_memory(x: Tensor) -> None:
 
 def allocate(x: Tensor) -> None:
     """Give a whole tensor that `free_memory` has freed its memory again, with arbitrary values."""
-    x.untyped_storage().resize_(x.numel() * x.element_size())
+    if not has_memory(x):                           # on a GPU, resizing to the same size would also move the tensor
+        x.untyped_storage().resize_(x.numel() * x.element_size())
 
 
 def has_memory(x: Tensor) -> bool:
