@@ -220,8 +220,8 @@ def fsdp(world: World, small: bool) -> Iterator[Row]:
     """Whole compiled steps of GPT 1.3B, 8 x 2048 tokens per GPU, bf16, Adam: ZeRO's stages, and PyTorch's fully_shard."""
     tiny = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=3", "model.heads=4"]
     base = ["data.source=mock", "precision=bf16", "train.micro_batch=0", f"train.global_batch={(2 if small else 8) * world.size}",
-            "train.recompute=none", "stream=narrow", "optim.clip=1", "parallel.tp=1", "parallel.sp=false", f"parallel.dp={world.size}",
-            f"train.device={world.device.type}", *(tiny if small else ["compile=true"])]
+            "train.recompute=none", "stream=narrow", "optim.clip=1", "parallel.tp=1", "parallel.sp=false",
+            f"parallel.dp={world.size}", f"train.device={world.device.type}", *(tiny if small else ["compile=true"])]
     ways = {"ZeRO-1": ["parallel.zero=1"], "ZeRO-2": ["parallel.zero=2"], "ZeRO-3": ["parallel.zero=3"],
             "ZeRO-3, gradients in bf16": ["parallel.zero=3", "parallel.reduce_in=matmul"],
             "ZeRO-3, weights kept for the step": ["parallel.zero=3", "parallel.reshard_after=step"]}

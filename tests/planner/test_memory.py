@@ -218,6 +218,23 @@ def test_the_fullest_rank_of_a_layout(kind, size, spec, precision):
     assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
 
 
+WIDE = ["model.dim=256", "train.global_batch=4"]     # where weights and gradients count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size", "spec", "more"), [
+    ("gpt", 2, "dp=2 zero=2", ""), ("gpt", 2, "dp=2 zero=3", ""), ("gpt", 2, "dp=2 zero=3", "precision=fp32"),
+    ("gpt", 2, "dp=2 zero=3 reshard_after=step", ""), ("gpt", 2, "dp=2 zero=3", "model.tied=false model.vocab=8192"),
+    ("gpt", 2, "dp=2 zero=3", "train.micro_batch=1"), ("gpt", 4, "dp=2 pp=2 zero=3", "train.micro_batch=1"),
+    ("gpt", 4, "dp=4 zero=3 shard=2", ""), ("vit", 2, "dp=2 zero=3", ""), ("vit", 4, "dp=2 tp=2 sp=true zero=3", ""),
+    ("dit", 2, "dp=2 zero=3", "")])
+def test_the_fullest_rank_with_sharded_weights(kind, size, spec, more):
+    """Gloo sends from a copy of each share, which NCCL does not need."""
+    settings = ["precision=bf16", *WIDE, *(f"parallel.{key}" for key in spec.split()), *more.split()]
+    found = max(ranks(size)(fullest, kind, settings))
+    assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
+
+
 def fullest(kind: str, settings: list[str]) -> float:
     """`peak_of`, by its name: a rank imports this file."""
     from tests.planner.test_memory import peak_of

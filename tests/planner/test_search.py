@@ -147,10 +147,10 @@ def test_one_node_of_your_own_takes_tied_pipelines(tmp_path):
 
 def test_buckets_grow_with_the_ranks_of_their_ring():
     """25 MiB on a node; over nodes 4 for each rank, unless the user says how many. They make a step shorter."""
-    c = load("gpt-1.3b", ["compile=true"])
+    c = load("gpt-1.3b", ["compile=true", "parallel.zero=1"])
 
     def first(gpus, *fixed):
-        return find_layouts(c, H100, gpus, ["parallel.tp", "parallel.pp", "parallel.cp", *fixed]).layouts[0]
+        return find_layouts(c, H100, gpus, ["parallel.tp", "parallel.pp", "parallel.cp", "parallel.zero", *fixed]).layouts[0]
 
     assert first(8).config.parallel.bucket_mb == 25
     many, fixed = first(128), first(128, "parallel.bucket_mb")

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from course.parallel.layout import Layout
 
 Draw = Callable[[Placement], Tensor]                # the initial values of a placement's elements, flat
+PIECE = 2**20                                       # so many are drawn at once; each needs several numbers of 8 bytes
 
 
 class FlatParameters:
@@ -389,8 +390,12 @@ def fill(flat: FlatParameters, placements: Placements, draw: Draw | None) -> Non
         flat.gathered = True
     else:
         free_memory(flat.whole)
-        for segment, here in flat.segments:
-            flat.master[here] = draw(placements[segment]).to(flat.master.dtype)
+        for segment, _ in flat.segments:
+            where = placements[segment]
+            assert where.flat is not None
+            for start in range(*where.flat, PIECE):
+                values = draw(replace(where, flat=(start, min(start + PIECE, where.flat[1]))))
+                segment.data[start - where.flat[0]:][:len(values)] = values
 
 
 def sum_partial(flats: Sequence[FlatParameters]) -> None:
