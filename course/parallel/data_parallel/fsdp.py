@@ -193,10 +193,12 @@ class Unit:
         self.after: Unit | None = None
 
     def start_gather(self) -> None:
+        """Begin to gather the weights that are not here or on their way."""
         for flat in self.needed:
             flat.start_gather()
 
     def wait_gather(self) -> None:
+        """Make later computation wait for the weights."""
         self.start_gather()
         for flat in self.needed:
             flat.wait_gather()
@@ -276,6 +278,7 @@ class FSDP(GradientSync):
         self.units[0].start_gather()
 
     def clear(self) -> None:
+        """Drop the gradients, also those that are being reduced."""
         super().clear()
         for flat in self.flats:
             flat.clear()
@@ -360,6 +363,7 @@ class FSDP(GradientSync):
                 flat.free()
 
     def wait_parameters(self) -> None:
+        """Wait for the gathers of stage 2; in stage 3 no weights are under way between steps."""
         for flat in self.flats:
             flat.wait_gather()
 
