@@ -279,6 +279,7 @@ THROUGH, WITHOUT, BY_NCCL = (f"{SP}{way}in a graph" for way in ("through memory,
 
 KERNELS = {"copy": "copy", "fused-gelu": "bias and GELU", "row-softmax": "softmax", "add-norm": "sum and LayerNorm",
            "add-norm-backward": "its backward pass"}
+FSDP = "fsdp_one_gpu_h200"
 TABLES = {
     "readme": Table([Column("this course", "", shown(0)), Column("alternative", "", shown(1)),
                      Column("the alternative is", "", lambda *words: words[-1])], {
@@ -385,6 +386,13 @@ TABLES = {
         "pipeline, 1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
         "pipeline, interleaved": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B", {}),
         "ZeRO-1, whole steps; ZeroRedundancyOptimizer": ("zero_h200", "ZeRO-1, 16-bit copies", "ZeroRedundancyOptimizer", {})}),
+    "fsdp": Table([at("ms", ".1f", FSDP, "{0}", "ms"), at("GB", ".1f", FSDP, "{0}", "memory_gb"),
+                   Column("GB, predicted", ".1f", lambda case: None if "fully" in case else value(FSDP, case, "predicted_gb"))], {
+        "ZeRO-1 (one rank: none)": ("ZeRO-1",), "ZeRO-2": ("ZeRO-2",), "ZeRO-3": ("ZeRO-3",),
+        "ZeRO-3, `reduce_in=matmul`": ("ZeRO-3, gradients in bf16",),
+        "ZeRO-3, `reshard_after=step`": ("ZeRO-3, weights kept for the step",),
+        "`fully_shard`, float32 gradients": ("fully_shard, gradients in float32",),
+        "`fully_shard`, bf16 gradients": ("fully_shard, gradients in bfloat16",)}),
     "bubbles": Table([column for gpus in (4, 2) for column in (
         *beside(gpus, "bubble", ".1%"), at(f"{gpus} GPUs: theory", ".1%", "{0}", "{1}", "theory", gpus=gpus))], {
         "1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
