@@ -23,7 +23,7 @@
 # |---|---|
 # | you need | a Linux laptop, a container or WSL, with `pip install "course[kernels]"`; no GPU |
 # | reading and doing | about 240 minutes |
-# | computing | about three minutes on two cores |
+# | computing | 2 minutes on two cores, most of it in checks |
 # | you write | a copy (8 lines), GELU (11), softmax (10), LayerNorm (22, backward 25), FlashAttention (38, backward 17) |
 # | you measure | bytes that your kernels load and store; on a GPU their speed, else recorded speeds of an H200 |
 #
@@ -85,7 +85,7 @@ from course.lab import notebook as lab
 from course.lab.figures import kernels as pictures
 from course.lab.instruments.watched_memory import watched
 from course.lab.notebook import check
-from course.ops.triton_language import INTERPRETED, interpreted, tl, triton
+from course.ops.triton_language import INTERPRETED, interpreted, triton
 
 lab.begin("19")
 runs = lab.kernels()
@@ -589,8 +589,7 @@ for name, predicted in my_gains.items():
 import math
 
 from course.lab.exercises.lesson19_flash_attention import (
-    Tiles, flash_backward, flash_forward, fold_tiles, head_offset, launch_forward,
-    load_tile, store_tile)
+    Tiles, flash_backward, flash_forward, fold_tiles, launch_forward)
 from course.lab.figures import flash_attention as flash_pictures
 
 # %% [markdown]

@@ -169,7 +169,7 @@ def test_the_questions_name_tests_and_commands_that_exist():
 
 
 # files that a page speaks of and that are not of the course: made by a user, of another project
-OTHERS = {"NAME.py", "NAME.json", "NAME.sh", "NAME.yaml", "NAME.result.json", "NN_name.py", "lessonNN_name.py",
+OTHERS = {"NAME.py", "NAME_triton.py", "NAME.json", "NAME.sh", "NAME.yaml", "NAME.result.json", "NN_name.py", "lessonNN_name.py",
           "test_NAME.py", "config.yaml", "index.json", "dataset.json", "nbgrader_config.py", "train.py", "dist_training.py",
           "modules.sh"}
 
