@@ -244,7 +244,7 @@ lab.picture(curve,
 # | 0 | nothing: plain data parallelism | |
 # | 1 | the optimizer states | |
 # | 2 | and the gradients | |
-# | 3 | and the weights | PyTorch calls it FSDP |
+# | 3 | and the weights | PyTorch calls it FSDP; you write it in lesson 20 |
 #
 # ## Exercise: the bytes of a training
 #

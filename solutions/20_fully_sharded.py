@@ -127,7 +127,7 @@ lab.beside("stage 3", my_stage_3, total["ZeRO-3"] / total["DDP"], "x DDP")
 
 # %% [markdown]
 # **What you should see:** stage 2 sends as much as DDP. Stage 3 sends one and a half times as much, or slightly less: you will
-# soon see which weights it need not gather twice. The few bytes of all-reduce are the gradient norm and the loss.
+# soon see which weights it need not gather twice.
 #
 # So the price of stage 3 is half an all-reduce. Its gain is the memory of lesson 13: all 16 bytes of a parameter are divided
 # by n.
@@ -496,22 +496,29 @@ for link, mine in zip(h100.links, (my_tokens_within, my_tokens_between), strict=
 # ## The library's stage 3
 #
 # A real model adds three things to yours: weights in two number formats, parameters that several units share, and gradients of
-# which tensor-parallel ranks hold parts. The parameters of a unit are one or more of these:
+# which tensor-parallel ranks hold parts. So a unit may need several flat tensors. `FlatParameters` in
+# `course/parallel/data_parallel/fsdp.py` is such a tensor, with its share and its collectives. This is a unit:
 
 # %%
-lab.show("course.parallel.data_parallel.fsdp.FlatParameters")
+lab.show("course.parallel.data_parallel.fsdp.Unit")
 
 # %% [markdown]
-# These methods decide the order. `enter_forward` and `leave_forward` run around each call of a unit. `enter_backward` and
-# `leave_backward` are called by autograd, through two functions that do nothing to the numbers:
+# The library wraps the call of each unit. `enter_forward` waits for the unit's weights and begins the next gather;
+# `leave_forward` frees. Autograd calls `enter_backward` and `leave_backward`, through two functions that do nothing to the
+# numbers:
 
 # %%
 lab.show("course.parallel.data_parallel.fsdp.sharded_call")
 lab.show("course.parallel.data_parallel.fsdp.EnterBackward")
 
 # %% [markdown]
-# Find in `FlatParameters`: where the master weights of ZeRO-1 are, where a gradient of a micro-batch is added, and where HSDP
-# averages over the copies.
+# > **Question.** Read `FlatParameters` in the file. Where is a micro-batch's gradient added, and where does HSDP average over the
+# > copies?
+#
+# <details><summary>Answer</summary>
+# <code>finish_reduce</code> waits for the reduce-scatter, and <code>add</code> adds its result to the share's gradient.
+# <code>start_average</code> begins the all-reduce over the copies, once all micro-batches of the step are in.
+# </details>
 #
 # Does it train as one process does? `verify` compares every parameter after each step, in float64:
 

@@ -38,5 +38,5 @@ def timeline(recorded: ShardedTimeline, all_bytes: int, title: str = "") -> Figu
 def draw_spans(axis: Any, row: int, spans: Sequence[Span], colour: str) -> None:
     """Draw spans as bars of a row, each with its unit's number."""
     for unit, begin, end in spans:
-        axis.barh(row, 1e3 * (end - begin), left=1e3 * begin, height=0.7, color=colour, edgecolor="white")
+        axis.barh(row, 1e3 * (end - begin), left=1e3 * begin, height=0.7, color=colour, edgecolor="white", linewidth=0.5)
         axis.text(1e3 * (begin + end) / 2, row, str(unit), ha="center", va="center", fontsize=8)
