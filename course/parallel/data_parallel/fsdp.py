@@ -193,12 +193,12 @@ class Unit:
         self.after: Unit | None = None
 
     def start_gather(self) -> None:
-        """Begin to gather the weights that are not here or on their way."""
+        """Begin to gather the unit's weights."""
         for flat in self.needed:
             flat.start_gather()
 
     def wait_gather(self) -> None:
-        """Make later computation wait for the weights."""
+        """Wait for the unit's weights, and begin their gathers where none has begun."""
         self.start_gather()
         for flat in self.needed:
             flat.wait_gather()
@@ -278,7 +278,7 @@ class FSDP(GradientSync):
         self.units[0].start_gather()
 
     def clear(self) -> None:
-        """Drop the gradients, also those that are being reduced."""
+        """Drop the gradients of this step."""
         super().clear()
         for flat in self.flats:
             flat.clear()
@@ -363,7 +363,7 @@ class FSDP(GradientSync):
                 flat.free()
 
     def wait_parameters(self) -> None:
-        """Wait for the gathers of stage 2; in stage 3 no weights are under way between steps."""
+        """Wait for the gathers in flight."""
         for flat in self.flats:
             flat.wait_gather()
 
