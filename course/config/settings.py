@@ -46,17 +46,24 @@ class Data:
 class Optim:
     """The optimizer, its learning-rate schedule, and the moving average of the weights."""
 
-    name: Literal["adam", "sgd"] = "adam"           # Adam, or SGD with momentum
+    # adam: the weight decay is added to the gradient (L2), which Adam then scales; adamw: it shrinks the weights directly
+    # (decoupled), as most large models train; sgd: SGD with momentum
+    name: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = 5e-4                                # peak learning rate of the schedule
-    betas: tuple[float, float] = (0.9, 0.999)       # of Adam
-    eps: float = 1e-8                               # of Adam
+    betas: tuple[float, float] = (0.9, 0.999)       # of Adam and AdamW
+    eps: float = 1e-8                               # of Adam and AdamW
     momentum: float = 0.0                           # of SGD
-    weight_decay: float = 0.0                       # added to the gradient, as L2 regularization
+    weight_decay: float = 0.0                       # adam, sgd: of the L2 term; adamw: a step shrinks weights by lr times this
     schedule: Literal["cosine", "constant"] = "cosine"     # learning rate after the warmup
     warmup: int = 0                                 # steps of linear warmup before the schedule
     min_lr: float = 0.0                             # learning rate at the end of the cosine
     clip: float = 0.0                               # largest global gradient norm; 0: no clipping
     ema: float = 0.0                                # decay of the weights' moving average, for example 0.9999; 0: none
+
+    @property
+    def adam(self) -> bool:
+        """Whether the optimizer is Adam, with either kind of weight decay."""
+        return self.name in ("adam", "adamw")
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ class Config:
     def masters(self) -> bool:
         """Whether a single data-parallel rank may keep 16-bit weights, which only the Triton Adam updates
         (`course/parallel/data_parallel/master_weights.py`)."""
-        return self.kernels == "triton" and self.optim.name == "adam"
+        return self.kernels == "triton" and self.optim.adam
 
 
 def load(preset: str, overrides: Iterable[str] = ()) -> Config:

@@ -1,7 +1,8 @@
 """Fused Adam for `kernels=triton`: updates the weights, their moving average and their 16-bit copies in one pass.
 
-The update equals PyTorch's fused Adam (Kingma and Ba 2014, arXiv:1412.6980) followed by `course.ops.ema`. The states are the
-same too, so checkpoints are interchangeable. Each large float32 parameter on a GPU gets its own launch of the Triton kernel
+The update equals PyTorch's fused Adam (Kingma and Ba 2014, arXiv:1412.6980) followed by `course.ops.ema`. Weight decay is either
+added to the gradient or, decoupled, applied to the weight (AdamW, Loshchilov and Hutter 2017, arXiv:1711.05101). The states are
+the same too, so checkpoints are interchangeable. Each large float32 parameter on a GPU gets its own launch of the Triton kernel
 (`fused_adam_triton.py`). PyTorch's fused Adam updates the many small ones in a few kernels.
 """
 
@@ -62,7 +63,8 @@ class Adam(torch.optim.Adam):
             fused_adam_triton.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
                                self.values[p] if self.values else None, self.copies.get(p), own["step"], group["lr"],
                                self.grad_scale,
-                               self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
+                               self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow,
+                               group["decoupled_weight_decay"])
         torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
 
     def update_with_pytorch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -72,7 +74,8 @@ class Adam(torch.optim.Adam):
         if parameters:
             adam([*parameters], cast_gradients(parameters), first, second, [], steps, fused=True, grad_scale=self.grad_scale,
                  found_inf=self.found_inf, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                 decoupled_weight_decay=group["decoupled_weight_decay"])
         masters = [p for p in parameters if p in self.copies]
         if masters:
             torch._foreach_copy_([self.copies[p] for p in masters], [*masters])

@@ -16,7 +16,8 @@ BLOCK, WARPS = 1024, 8
 
 @triton.jit
 def adam(weight, grad, first, second, average, copy, step, rate, scale, found, rest1, rest2, log1, log2,
-         eps, decay, follow, count, averaged: tl.constexpr, copied: tl.constexpr, block: tl.constexpr):
+         eps, decay, follow, count, averaged: tl.constexpr, copied: tl.constexpr, decoupled: tl.constexpr,
+         block: tl.constexpr):
     """All (count,) in float32, except `copy` in 16 bits and `grad` in either. step (already incremented), rate, scale and found:
     scalars in memory. rest1, rest2: 1 - beta; log1, log2: log(beta)."""
     if tl.load(found) == 0:
@@ -27,7 +28,11 @@ def adam(weight, grad, first, second, average, copy, step, rate, scale, found, r
         by, pace = tl.load(scale), (tl.load(rate) / bias1).to(tl.float32)
         root = tl.sqrt(bias2).to(tl.float32)
         w = tl.load(weight + at, mask=inside, other=0.0)
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) / by + decay * w
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) / by
+        if decoupled:
+            w -= tl.load(rate) * decay * w
+        else:
+            g += decay * w
         m, v = tl.load(first + at, mask=inside, other=0.0), tl.load(second + at, mask=inside, other=0.0)
         m = (1 - rest1) * m + rest1 * g             # m + rest1 · (g - m) loses a small g where beta is 0
         v = (1 - rest2) * v + rest2 * g * g
@@ -44,14 +49,15 @@ def adam(weight, grad, first, second, average, copy, step, rate, scale, found, r
 
 def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, copy: Tensor | None,
            step: Tensor, rate: Tensor, scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float,
-           follow: float) -> None:
+           follow: float, decoupled: bool = False) -> None:
     """Update a parameter in place, move its average, if any, by the fraction `follow`, and round the result to `copy`, if any.
 
     weight, grad, first, second, average, copy: contiguous, of the same shape. step, rate, scale, found: () float32, as in
     PyTorch's fused Adam: steps including this one, learning rate, divisor of the gradient, and 1 to skip the update.
+    decoupled: whether the decay shrinks the weight (AdamW) or is added to the gradient.
     """
     count, rests = weight.numel(), [1 - beta for beta in betas]
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     adam[(triton.cdiv(count, BLOCK),)](
         weight, grad, first, second, average, copy, step, rate, scale, found, *rests, *logs, eps, decay, follow, count,
-        average is not None, copy is not None, BLOCK, num_warps=WARPS)
+        average is not None, copy is not None, decoupled, BLOCK, num_warps=WARPS)

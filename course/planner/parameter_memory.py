@@ -217,7 +217,7 @@ def states(rank: Rank) -> float:
     """Bytes of the optimizer states and masters, sharded by ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1). Adam
     has two states, 8 bytes per parameter; SGD one with momentum, else none. In stages 2 and 3 all parameters have masters."""
     c = rank.config
-    each = 2 if c.optim.name == "adam" else 1 if c.optim.momentum else 0
+    each = 2 if c.optim.adam else 1 if c.optim.momentum else 0
     masters = sum(rank.weights) if stage(c) >= 2 else narrow(rank)
     return (each * sum(rank.weights) + masters) * wide(c) / shard_size(c)
 

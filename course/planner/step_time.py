@@ -170,8 +170,8 @@ def optimizer_time(local: RankWorkload, weights: float) -> float:
     o, c = local.config.optim, local.config
     ranks = local.dp * local.p.cp
     mine = weights / ranks if local.p.zero else weights
-    hand = o.name == "adam" and c.kernels == "triton"
-    each = (28 if o.name == "adam" else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
+    hand = o.adam and c.kernels == "triton"
+    each = (28 if o.adam else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
     each += 2 * (local.masters and local.micros > 1)                    # with one micro-batch, 16-bit gradients offset this
     calls = 3 * collectives.all_reduce(8, local.groups["all"])
     history = 0.0

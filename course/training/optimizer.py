@@ -41,7 +41,8 @@ def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Conf
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:
         kind = fused_adam.Adam if config.kernels == "triton" else torch.optim.Adam
-        optimizer = kind(parameters, lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)
+        optimizer = kind(parameters, lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs,
+                         decoupled_weight_decay=o.name == "adamw")
         if copies:
             optimizer.copies = copies
     if o.ema:

@@ -43,11 +43,11 @@ from course.utils.random import key, uniform
 
 DEFAULTS = ["data.source=mock", "precision=fp64", "optim.name=sgd", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.1",
             "train.steps=3", "train.global_batch=8"]
-# --thorough: dropout and an average that matter, optimizers with states and decay. Adam's large eps keeps the gradient's scale,
-# in which a mistake may be, from cancelling, and gradients that are zero up to rounding from growing
+# --thorough: dropout and an average that matter, optimizers with states and decay. A large eps of Adam keeps the scale of the
+# gradient, in which a mistake may be, from cancelling, and gradients that are zero up to rounding from growing
 HARD = ["model.dropout=0.1", "model.drop_path=0.2", "model.label_drop=0.3", "optim.weight_decay=0.01", "optim.ema=0.5",
         "optim.momentum=0.9"]
-ADAM = ["optim.name=adam", "optim.lr=0.01", "optim.eps=1e-3"]
+ADAPTIVE = ["optim.lr=0.01", "optim.eps=1e-3"]
 NOISE = 0.02                                        # standard deviation of weights that would start at zero
 EXACT = 1e-10                                       # bound on rounding in float64, relative to a parameter's largest change
 ROUNDING = 4.0                                      # a layout may differ by so many times the serial run's own rounding error
@@ -172,12 +172,15 @@ def seeds(trial: Trial, count: int = 0) -> list[Trial]:
 
 
 def thorough_trials(preset: str, overrides: Sequence[str]) -> list[list[Trial]]:
-    """Trials in float64 with SGD and, with another seed, Adam; then in the requested precision, if that is another."""
+    """Trials in float64 with SGD and, with another seed, the preset's other optimizer, or Adam if it has none; then in the
+    requested precision, if that is another."""
     asked = default_settings(preset, overrides)
+    own = configuration.load(preset, overrides).optim.name
+    adaptive = [f"optim.name={own if own != 'sgd' else 'adam'}", *ADAPTIVE]
     exact = [*overrides, "precision=fp64", *(["attention=default", "stream=wide"] if asked.precision != "fp64" else [])]
     clipped = not any(entry.startswith("optim.clip=") for entry in overrides)
     trials = [[Trial(hard_settings(preset, exact, HARD), True, clipped, NOISE)],
-              [Trial(hard_settings(preset, exact, [*HARD, *ADAM, f"train.seed={asked.train.seed + 1}"]), True, noise=NOISE)]]
+              [Trial(hard_settings(preset, exact, [*HARD, *adaptive, f"train.seed={asked.train.seed + 1}"]), True, noise=NOISE)]]
     if asked.precision != "fp64":
         trials.append(seeds(Trial(hard_settings(preset, overrides, HARD), True, noise=NOISE), 3))
     return trials

@@ -109,7 +109,7 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "optm.lr=5", ["optm", "did you mean 'optim'"]),
     ("vit-demo", "train.steps=ten", ["train.steps=ten", "integer"]),
     ("vit-demo", "train.steps=0", ["train.steps", "at least 1"]),
-    ("vit-demo", "optim.name=adamw", ["optim.name=adamw", "'adam'"]),
+    ("vit-demo", "optim.name=lamb", ["optim.name=lamb", "'adam'"]),
     ("vit-demo", "train=5", ["train=5"]),
     ("vit-demo", "log.name=", ["log.name= is no name of a folder, since it is empty", "such as log.name=first"]),
     ("vit-demo", "train.steps=", ["train.steps=: ", "integer"]),

@@ -79,7 +79,8 @@ def test_gelu_of_more_tokens_than_a_launch_has_programs_in_its_second_dim():
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
-def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas, decoupled):
     """Large and small parameters, a step that is skipped, a gradient with a scale; states and averages, too."""
     found = []
     for kind in (torch.optim.Adam, fused_adam.Adam):
@@ -87,7 +88,7 @@ def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
         held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7,), (512, 513))]
         assert [fused_adam.has_own_kernel(p) for p in held] == [True, False, True]
         lr = torch.tensor(1e-2, device="cuda")
-        optimizer: Any = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True)
+        optimizer: Any = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True, decoupled_weight_decay=decoupled)
         average = MovingAverage(optimizer, ema) if ema else None
         for number in range(5):
             for p in held:
