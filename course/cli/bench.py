@@ -14,9 +14,9 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 
 @bench.command()
-def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
+def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda. Default: cuda if there is a GPU")] = "",
              out: Out = None) -> None:
-    """The most FLOP/s of a matrix multiplication and the most bytes/s of a copy that this machine reaches."""
+    """Measure the highest FLOP/s of a matrix multiplication and the highest bytes/s of a copy on this machine."""
     import json
 
     from course.bench import timing as measure
@@ -27,10 +27,10 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 
 
 @bench.command("kernels")
-def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("kernels.json"),
-                  small: Annotated[bool, typer.Option("--small", help="tiny sizes: only to see that it works")] = False,
-                  device: Annotated[str, typer.Option(help="cpu or cuda")] = "") -> None:
-    """What a performance model of this GPU is made of: matmuls, attention, memory, norms, collectives; five minutes."""
+def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file for the table")] = Path("kernels.json"),
+                  small: Annotated[bool, typer.Option("--small", help="tiny sizes, only to test it")] = False,
+                  device: Annotated[str, typer.Option(help="cpu or cuda. Default: cuda if there is a GPU")] = "") -> None:
+    """Measure the inputs of a performance model of this GPU: matmuls, attention, memory, norms, collectives. Five minutes."""
     from course.bench import kernel_table as measure
 
     where = measured_device("cpu" if small and not device else device)
@@ -42,10 +42,10 @@ def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file that get
 
 
 @bench.command("host")
-def bench_host(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("host.json"),
-               small: Annotated[bool, typer.Option("--small", help="three rows on the CPU: only to see that it works")] = False
+def bench_host(out: Annotated[Path, typer.Option(help="the JSON file for the table")] = Path("host.json"),
+               small: Annotated[bool, typer.Option("--small", help="three rows on the CPU, only to test it")] = False
                ) -> None:
-    """What the host of this machine needs for a step while its GPU waits: by model, format, compiler, layout; four minutes."""
+    """Measure the host time of a step while the GPU waits, by model, format, compiler and layout. Four minutes."""
     from course.bench import host_overhead_table as measure
 
     found = measure.main(small)
@@ -55,13 +55,13 @@ def bench_host(out: Annotated[Path, typer.Option(help="the JSON file that gets t
 
 @bench.command("loaders")
 def bench_loaders(settings: Overrides = None,
-                  small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, in seconds anywhere")] = False,
-                  loader: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
-                  workers: Annotated[str, typer.Option(help="processes or threads: 1,8; else 1,2,4 ... up to the cores")] = "",
-                  seconds: Annotated[float, typer.Option(help="of each of the five laps whose median counts")] = 1.0,
-                  device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
+                  small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, which take seconds")] = False,
+                  loader: Annotated[list[str] | None, typer.Option(help="measure only this loader; can be repeated")] = None,
+                  workers: Annotated[str, typer.Option(help="processes or threads, such as 1,8. Default: 1,2,4 ... cores")] = "",
+                  seconds: Annotated[float, typer.Option(help="seconds of each of five repeats; their median counts")] = 1.0,
+                  device: Annotated[str, typer.Option(help="cpu or cuda. Default: cuda if there is a GPU")] = "",
                   out: Out = None) -> None:
-    """Each loader's pairs per second, beside what reading and copying cost; data.path=FOLDER, else data is made."""
+    """Measure each loader's pairs per second, and the cost of reading and copying. Without data.path=FOLDER it makes data."""
     from course.bench import loaders as measure
 
     counts = numbers(workers, "--workers") if workers else measure.doubling()
@@ -91,43 +91,43 @@ MODELS = {"vit": "the weather ViT", "gpt": "GPT-2's architecture, 124M to 1.3B",
 
 def bench_model(kind: str, words: str) -> None:
     """Add `course bench KIND`."""
-    def measure(names: Annotated[list[str] | None, typer.Argument(help="only these, such as 'bf16, compiled'")] = None,
-                out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path(f"{kind}.json"),
-                small: Annotated[bool, typer.Option("--small", help="tiny, on the CPU, to see that it works")] = False) -> None:
+    def measure(names: Annotated[list[str] | None, typer.Argument(help="configurations, such as 'bf16, compiled'")] = None,
+                out: Annotated[Path, typer.Option(help="the JSON file for the rows")] = Path(f"{kind}.json"),
+                small: Annotated[bool, typer.Option("--small", help="tiny sizes on the CPU, only to test it")] = False) -> None:
         from course.bench import one_gpu
 
         one_gpu.main(kind, out, names or [], small)
 
-    bench.command(kind, help="From a plain training loop to a fast one, on one GPU: samples/s, memory, seconds to "
-                             f"the first step of {words}.")(measure)
+    bench.command(kind, help="Measure configurations of one GPU, from a plain training loop to a fast one: samples/s, memory "
+                             f"and seconds to the first step of {words}.")(measure)
 
 
 for kind, words in MODELS.items():
     bench_model(kind, words)
 
 
-LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
-           "tp_vit": "Tensor parallel training of the weather ViT of width 1024.",
-           "sp": "Training steps with sequence parallelism: left to the host, in a graph, and by kernels of our own.",
-           "exchange": "Gathers and scatters of sequence parallelism, by NCCL and through each other's memory.",
-           "cp": "Context-parallel attention, and PyTorch's context_parallel.",
-           "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
-           "pp": "Pipeline schedules, and torch.distributed.pipelining's.",
-           "zero": "ZeRO-1, and ZeroRedundancyOptimizer.",
-           "fsdp": "ZeRO's stages on steps of GPT 1.3B, and PyTorch's fully_shard.",
-           "grid": "GPTs in layouts of dp x tp x pp, the cases of a Megatron-LM reproduction; the layers beside megatron-core's."}
+LAYOUTS = {"tp": "Tensor and sequence parallelism on layers of width 4096, compared with DTensor.",
+           "tp_vit": "Tensor-parallel training of the weather ViT with width 1024.",
+           "sp": "Training steps with sequence parallelism: eager, in a CUDA graph, and with the course's kernels.",
+           "exchange": "Gathers and scatters of sequence parallelism, with NCCL and through symmetric memory.",
+           "cp": "Context-parallel attention, compared with PyTorch's context_parallel.",
+           "dp": "Data parallelism on the layers of GPT 350M, compared with PyTorch's DDP.",
+           "pp": "Pipeline schedules, compared with torch.distributed.pipelining.",
+           "zero": "ZeRO-1, compared with ZeroRedundancyOptimizer.",
+           "fsdp": "ZeRO's stages on steps of GPT 1.3B, compared with PyTorch's fully_shard.",
+           "grid": "GPTs in dp x tp x pp layouts of a Megatron-LM reproduction; their layers compared with megatron-core."}
 
 
 def bench_layout(kind: str, words: str) -> None:
     """Add `course bench KIND`."""
-    def measure(out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path(f"{kind}.json"),
-                small: Annotated[bool, typer.Option("--small", help="tiny, on CPU processes: only to see that it works")] = False,
-                profile: Annotated[bool, typer.Option("--profile", help="also print where the GPU's time goes")] = False) -> None:
+    def measure(out: Annotated[Path, typer.Option(help="the JSON file for the rows")] = Path(f"{kind}.json"),
+                small: Annotated[bool, typer.Option("--small", help="tiny sizes on CPU processes, only to test it")] = False,
+                profile: Annotated[bool, typer.Option("--profile", help="also print where the GPU time goes")] = False) -> None:
         from course.bench import layouts
 
         layouts.everywhere(kind, out, small, profile)
 
-    bench.command(kind, help=f"{words} On 1, 2, 4 ... of this machine's GPUs, one after another.")(measure)
+    bench.command(kind, help=f"{words} Runs on 1, 2, 4 ... of this machine's GPUs in turn.")(measure)
 
 
 for kind, words in LAYOUTS.items():

@@ -46,7 +46,7 @@ def era5(source: Annotated[str, typer.Argument(help="a .nc file, a glob or folde
 
 @data.command()
 def tokens(settings: OverridesOfTokens = None) -> None:
-    """Make token files of the source text of Python's standard library, in seconds."""
+    """Make token files from the source of Python's standard library, in seconds."""
     from course.config import schema
     from course.data.text import python_corpus as maker
 
@@ -55,10 +55,10 @@ def tokens(settings: OverridesOfTokens = None) -> None:
 
 @data.command()
 def jsonl(arguments: FilesAndOverrides) -> None:
-    """Make token files of text such as OpenWebText: JSON lines or archives of texts, plain, .gz, .xz or .zst.
+    """Make token files from text such as OpenWebText: JSON lines or archives of texts, plain, .gz, .xz or .zst.
 
-    On all cores; the same command goes on after an interruption: finished parts of 8 MB of input are kept. Bad lines are counted,
-    and left out.
+    It uses all cores. After an interruption the same command continues, and keeps finished parts of 8 MB of input.
+    It counts bad lines and leaves them out.
     """
     from course.config import schema
     from course.data.text import jsonl as maker
@@ -69,8 +69,8 @@ def jsonl(arguments: FilesAndOverrides) -> None:
 
 
 @data.command()
-def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
-    """Compute the statistics of the training years again, and look at every entry of all years for what was never written."""
+def stats(path: Annotated[Path, typer.Argument(help="a folder with the layout in data/README.md")]) -> None:
+    """Recompute the statistics of the training years, and search all years for entries that were never written."""
     from course.data.weather import layout
 
     layout.remake_statistics(path)
@@ -78,24 +78,24 @@ def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/R
 
 
 @data.command("numpy")
-def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
-    """Write each state to a .npy file as well, for data.loader=dali_numpy."""
+def numpy_files(path: Annotated[Path, typer.Argument(help="a folder with the layout in data/README.md")]) -> None:
+    """Also write each state to a .npy file, for data.loader=dali_numpy."""
     from course.data.loaders import numpy_files as converter
 
     converter.convert(path)
 
 
 @data.command()
-def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000, 0001 ... or any names, numbered in order; "
-                                                          "or of two folders, of features and labels")],
-            out: Annotated[Path, typer.Option(help="the data folder to make, or to go on with")],
-            scale: Annotated[float | None, typer.Option(help="what latents are multiplied with; 1 if they are already scaled",
+def latents(folder: Annotated[Path, typer.Argument(help="a folder of class folders: 0000, 0001 ... or any names, numbered in "
+                                                          "order; or of two folders, features and labels")],
+            out: Annotated[Path, typer.Option(help="the data folder to make or to continue")],
+            scale: Annotated[float | None, typer.Option(help="factor for the latents; 1 if they are already scaled",
                                                         show_default="the VAE's, 0.18215")] = None,
-            valid: Annotated[int, typer.Option(min=0, help="every how many samples one is for validation; 0: none")] = 50,
-            samples: Annotated[int, typer.Option(min=1, help="in a shard")] = 4096,
-            vae: Annotated[str, typer.Option(help="FOLDER holds pictures: name or folder of their VAE (diffusers)")] = "",
-            pixels: Annotated[int, typer.Option(min=8, help="side of the pictures that the VAE gets")] = 256) -> None:
-    """Pack latents (.npy, .pt), or pictures through a VAE, for a DiT. The same command goes on where it was interrupted."""
+            valid: Annotated[int, typer.Option(min=0, help="one in this many samples is for validation; 0: none")] = 50,
+            samples: Annotated[int, typer.Option(min=1, help="number of samples in a shard")] = 4096,
+            vae: Annotated[str, typer.Option(help="for a FOLDER of pictures: name or folder of the VAE (diffusers)")] = "",
+            pixels: Annotated[int, typer.Option(min=8, help="width and height of the VAE's input")] = 256) -> None:
+    """Pack latents (.npy, .pt), or pictures encoded by a VAE, for a DiT. After an interruption the same command continues."""
     from course.data.latents import packing
 
     packing.pack(folder, out, scale, valid, samples, vae, pixels)
@@ -104,10 +104,10 @@ def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000,
 @data.command()
 def digits(out: Annotated[Path, typer.Option(help="the data folder to make")] = Path("data/digits"),
            latent: Annotated[str, typer.Option(help="channels, height, width; 4,32,32 for ImageNet's models")] = "1,8,8") -> None:
-    """Make a DiT's data set of scikit-learn's 1797 handwritten digits, which a laptop learns in minutes."""
+    """Make a DiT's data set from scikit-learn's 1797 handwritten digits. A laptop learns it in minutes."""
     from course.data.latents.digits import make_digits
 
     shape = numbers(latent, "--latent")
     if len(shape) != 3:
-        raise CourseError(f"--latent {latent}: it takes channels, height and width, such as 4,32,32")
+        raise CourseError(f"--latent {latent} is wrong: give channels, height and width, such as 4,32,32")
     make_digits(out, (shape[0], shape[1], shape[2]))

@@ -91,7 +91,7 @@ def missing(rows: list[Row], wanted: list[str]) -> list[str]:
     known = {row.need: row for row in rows if row.need}
     for name in wanted:
         if name not in known:
-            raise CourseError(f"--need {name}: there is no such thing to need{did_you_mean(name, known)}; "
+            raise CourseError(f"--need {name} is unknown{did_you_mean(name, known)}; "
                               f"it is one of {', '.join(sorted(known))}")
     lacking = [known[name] for name in wanted if known[name].ok is not True]
     return [f"{row.what}: {row.found}" + (f"; cure: {row.cure}" if row.cure else "") for row in lacking]

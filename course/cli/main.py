@@ -18,7 +18,7 @@ app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelis
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
-cluster = typer.Typer(help="A real Slurm of several nodes on this machine alone, to try scripts and jobs.", no_args_is_help=True)
+cluster = typer.Typer(help="Run a real Slurm with several nodes on this machine, to try scripts and jobs.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
 lessons = typer.Typer(help="Get the lessons' notebooks, or build them.", no_args_is_help=True)
 app.add_typer(lessons, name="lessons")
@@ -39,10 +39,10 @@ def options(version: Annotated[bool, typer.Option("--version", callback=tell_ver
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
 def train(preset: Preset, settings: Overrides = None) -> None:
-    """Train a model, or go on where the run of this name stopped. Also under torchrun and srun.
+    """Train a model, or resume the run of this name. Also under torchrun and srun.
 
-    Exit status 75 says that a signal stopped it, all is saved, and the same command goes on. Under torchrun, which would take
-    that for a failure, it is 0.
+    Exit status 75 means that a signal stopped the run: everything is saved, and the same command resumes it.
+    Under torchrun the status is 0, because torchrun takes 75 for a failure.
     """
     from course import config
     from course.models import family_of
@@ -63,10 +63,10 @@ def train(preset: Preset, settings: Overrides = None) -> None:
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
 def verify(preset: Preset, settings: Overrides = None,
-           thorough: Annotated[bool, typer.Option("--thorough", help="with settings that show more mistakes: dropout, clipping, "
-                                                  "uneven batches, a moving average, Adam, an overflow; takes several times as "
+           thorough: Annotated[bool, typer.Option("--thorough", help="use settings that reveal more mistakes: dropout, clipping, "
+                                                  "uneven batches, a moving average, Adam, an overflow. Takes several times as "
                                                   "long")] = False) -> None:
-    """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. Starts CPU ranks itself, or use torchrun."""
+    """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. It starts CPU ranks, or use torchrun."""
     from course.training import verify as comparison
 
     raise typer.Exit(0 if comparison.main(preset, settings or [], thorough) else 1)
@@ -74,25 +74,25 @@ def verify(preset: Preset, settings: Overrides = None,
 
 @app.command(no_args_is_help=True)
 def plan(preset: Preset,
-         settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="what is fixed, such as parallel.tp=2 "
-                                                              "precision=fp8 train.global_batch=512; the rest is chosen")] = None,
-         *, gpus: Annotated[int, typer.Option(help="how many")],
+         settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="settings to keep fixed, such as parallel.tp=2 "
+                                                              "precision=fp8 train.global_batch=512; others are chosen")] = None,
+         *, gpus: Annotated[int, typer.Option(help="number of GPUs")],
          hardware: Annotated[str,
                              typer.Option(help="v100-16, a100-80, h20, h100-80, h200, b200 ... (course/planner/hardware.yaml), "
-                                          "or a YAML file of your own: `base: h100-80` and what differs")],
-         top: Annotated[int, typer.Option(min=1, help="how many layouts to show")] = 10,
-         tokens: Annotated[float, typer.Option(help="also say how long so many take, such as 300e9, and how many GPU-hours")] = 0,
-         samples: Annotated[float, typer.Option(help="the same for what is not a GPT")] = 0,
-         precisions: Annotated[str, typer.Option(help="formats to choose among, such as bf16,fp8; else the preset's")] = "",
-         layout: Annotated[int, typer.Option(help="the layout that --launch, --tokens and --samples mean, by its number")] = 1,
-         launch: Annotated[bool, typer.Option("--launch", help="print the command that starts it (torchrun on a node, sbatch on "
-                                              "several), and nothing else")] = False,
-         free: Annotated[float, typer.Option(help="share of each GPU's memory that stays free, since predictions err")] = 0.05,
+                                          "or your own YAML file: `base: h100-80` and the values that differ")],
+         top: Annotated[int, typer.Option(min=1, help="number of layouts to show")] = 10,
+         tokens: Annotated[float, typer.Option(help="also print time and GPU-hours for this many tokens, such as 300e9")] = 0,
+         samples: Annotated[float, typer.Option(help="the same in samples, for models other than GPT")] = 0,
+         precisions: Annotated[str, typer.Option(help="formats to choose from, such as bf16,fp8. Default: the preset's")] = "",
+         layout: Annotated[int, typer.Option(help="number of the layout that --launch, --tokens and --samples use")] = 1,
+         launch: Annotated[bool, typer.Option("--launch", help="print only the command that starts it (torchrun on a node, "
+                                              "sbatch on several)")] = False,
+         free: Annotated[float, typer.Option(help="fraction of each GPU's memory to keep free, as a margin")] = 0.05,
          out: Annotated[Path | None, typer.Option(help="also write all layouts to this JSON file")] = None) -> None:
-    """Predict the fastest layouts of a model on some GPUs that fit their memory: course plan gpt-7b --gpus 64 --hardware h100-80.
+    """Predict the fastest layouts of a model that fit in GPU memory: course plan gpt-7b --gpus 64 --hardware h100-80.
 
-    Each line is a way to write the GPUs as pp x dp x cp x tp, with the best micro-batch, schedule, recomputation ... for it.
-    Nothing is built or run, so it answers for GPUs that you do not have.
+    Each line splits the GPUs into pp x dp x cp x tp, with the best micro-batch, schedule and recomputation for this split.
+    The command builds and runs nothing, so it also works for GPUs that you do not have.
     """
     from course.cli import plan
 
@@ -103,11 +103,11 @@ def plan(preset: Preset,
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
-def profile(preset: Annotated[str, typer.Argument(help="one of `course presets`, a YAML file's path, or a trace (.json.gz)")],
+def profile(preset: Annotated[str, typer.Argument(help="a name from `course presets`, a YAML file, or a trace (.json.gz)")],
             settings: Overrides = None) -> None:
-    """Where a step's time goes: forward, backward, communication, waiting for data, idle.
+    """Show where a step's time goes: forward, backward, communication, waiting for data, idle.
 
-    Looks at profile.steps=3 steps after profile.after=10. Under torchrun and srun every rank leaves a trace.
+    It records profile.steps=3 steps after the first profile.after=10. Under torchrun and srun every rank writes a trace.
     """
     from course.training import profile_run as profiling
 
@@ -120,15 +120,15 @@ def profile(preset: Annotated[str, typer.Argument(help="one of `course presets`,
 @app.command(no_args_is_help=True)
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
-             samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,
-             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, truth beside forecast")] = False,
-             ema: Annotated[bool, typer.Option(help="of the weights' moving average (optim.ema)")] = False) -> None:
-    """Forecast errors for five days against persistence and climatology, with pictures."""
+             samples: Annotated[int, typer.Option(min=1, help="number of forecasts to average over")] = 64,
+             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, with the truth beside the forecast")] = False,
+             ema: Annotated[bool, typer.Option(help="use the moving average of the weights (optim.ema)")] = False) -> None:
+    """Compare forecast errors over five days with persistence and climatology, and draw pictures."""
     from course.data.weather.layout import SPLITS
     from course.inference import forecast_scores as evaluation
 
     if split not in SPLITS:
-        raise CourseError(f"--split {split}: it is one of {', '.join(SPLITS)}")
+        raise CourseError(f"--split {split} is unknown: use one of {', '.join(SPLITS)}")
     evaluation.score_run(run, split, samples, animate, ema)
     say_next(f"course evaluate {shlex.quote(str(run))} --split {split} --animate" if not animate else
              f"tensorboard --logdir {shlex.quote(str(run / 'tensorboard'))}")
@@ -136,19 +136,19 @@ def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such
 
 @app.command(no_args_is_help=True)
 def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run, such as runs/dit-digits/default")],
-             labels: Annotated[str, typer.Option(help="such as 0,1,2; else the first ten")] = "",
-             each: Annotated[int, typer.Option(min=1, help="samples of each label")] = 8,
-             guidance: Annotated[float | None, typer.Option(help="classifier-free guidance; 1: none; else 4, if it was trained")]
+             labels: Annotated[str, typer.Option(help="class labels, such as 0,1,2. Default: the first ten")] = "",
+             each: Annotated[int, typer.Option(min=1, help="number of samples per label")] = 8,
+             guidance: Annotated[float | None, typer.Option(help="guidance scale; 1: none. Default: 4 if trained for it")]
              = None,
-             channels: Annotated[int, typer.Option(help="guide the first so many channels alone; 0: all")] = 0,
-             steps: Annotated[int, typer.Option(help="of the sampler")] = 50,
-             sampler: Annotated[str, typer.Option(help="ddim or euler; auto: what fits the model's objective")] = "auto",
-             eta: Annotated[float, typer.Option(min=0, max=1, help="fresh noise of ddim; 1: as much as DDPM")] = 0.0,
-             seed: Annotated[int, typer.Option(help="other seeds, other samples")] = 0,
-             batch: Annotated[int, typer.Option(min=1, help="samples at a time")] = 64,
-             ema: Annotated[bool | None, typer.Option(help="with the weights' moving average; else if there is one")] = None,
+             channels: Annotated[int, typer.Option(help="guide only this many first channels; 0: all")] = 0,
+             steps: Annotated[int, typer.Option(help="number of steps of the sampler")] = 50,
+             sampler: Annotated[str, typer.Option(help="ddim or euler; auto: the one that fits the model's objective")] = "auto",
+             eta: Annotated[float, typer.Option(min=0, max=1, help="amount of fresh noise in ddim; 1: as much as DDPM")] = 0.0,
+             seed: Annotated[int, typer.Option(help="seed of the samples")] = 0,
+             batch: Annotated[int, typer.Option(min=1, help="number of samples computed at once")] = 64,
+             ema: Annotated[bool | None, typer.Option(help="use the weights' moving average. Default: if there is one")] = None,
              vae: Annotated[str, typer.Option(help="name or folder of the VAE that decodes latents (diffusers)")] = "") -> None:
-    """Draw samples of a trained DiT: a labelled picture, and the latents as .npy, in RUN/samples."""
+    """Draw samples from a trained DiT. RUN/samples gets a labeled picture, and the latents as .npy."""
     from course.config import schema
     from course.inference import sample_images
     from course.inference.diffusion_sampler import SamplerSettings
@@ -162,15 +162,15 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
 
 @app.command(no_args_is_help=True)
 def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, such as runs/gpt-python/default")],
-           prompt: Annotated[str, typer.Option(help="the text to go on from; an end token in it ends a document")] = "def ",
-           count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
-           temperature: Annotated[float, typer.Option(min=0, help="below 1 prefers probable tokens; 0 takes the first")] = 0.8,
-           top_k: Annotated[int, typer.Option(min=0, help="draw from this many of the most probable tokens; 0: from all")] = 50,
-           seed: Annotated[int, typer.Option(help="other seeds, other texts")] = 0,
-           samples: Annotated[int, typer.Option(min=1, help="how many texts")] = 1,
-           tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json; else RUN's, else that in its data.path")]
+           prompt: Annotated[str, typer.Option(help="the text to continue; an end token in it ends a document")] = "def ",
+           count: Annotated[int, typer.Option(min=1, help="number of tokens to write")] = 100,
+           temperature: Annotated[float, typer.Option(min=0, help="below 1: prefer probable tokens; 0: the most probable")] = 0.8,
+           top_k: Annotated[int, typer.Option(min=0, help="draw from this many most probable tokens; 0: from all")] = 50,
+           seed: Annotated[int, typer.Option(help="seed of the texts")] = 0,
+           samples: Annotated[int, typer.Option(min=1, help="number of texts")] = 1,
+           tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json. Default: RUN's, or the one in its data.path")]
            = None) -> None:
-    """Let a trained GPT write, up to `--count` tokens or the end of the text."""
+    """Let a trained GPT write text, up to `--count` tokens or the end of the text."""
     from course.inference import sample_text as sampling
 
     sampling.sample_run(run, prompt, count, temperature, top_k, seed, samples, tokenizer=tokenizer)
@@ -181,10 +181,10 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
 def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="the layout: keys of parallel, such as "
                                                                  "parallel.tp=4 parallel.dp=2 parallel.zero=1")] = None,
-            name: Annotated[str, typer.Option(help="of the new run, beside the old one")] = "resharded") -> None:
-    """Write a run's newest checkpoint again, cut up for another layout: each rank will find its part in one file.
+            name: Annotated[str, typer.Option(help="name of the new run, beside the old one")] = "resharded") -> None:
+    """Rewrite a run's newest checkpoint for another layout, so that each rank finds its part in one file.
 
-    Any layout goes on from any checkpoint without this. In one process, on any machine, one tensor in memory at a time.
+    A run can resume in any layout without this command. It runs in one process, on any machine, and holds one tensor at a time.
     """
     from course.convert import reshard as resharding
 
@@ -192,23 +192,23 @@ def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such 
 
 
 @app.command(no_args_is_help=True)
-def convert(source: Annotated[Path, typer.Argument(help="the folder of a run; or a Hugging Face folder, a DiT's file, or a "
-                                                        "state dict of Transformer Engine's layers")],
-            target: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/gpt/mine; or a folder, or (dit, "
-                                                        "te) a file .safetensors")],
-            settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="of the run that is made, such as "
+def convert(source: Annotated[Path, typer.Argument(help="the folder of a run, a Hugging Face folder, a DiT's file, or a state "
+                                                        "dict of Transformer Engine's layers")],
+            target: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/gpt/mine, another folder, or for dit "
+                                                        "and te a .safetensors file")],
+            settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="settings of the new run, such as "
                                                                  "precision=fp8 parallel.tp=2")] = None,
-            to: Annotated[str, typer.Option(help="hf (GPT-2 or Llama), dit or te; else what fits the model")] = "",
-            like: Annotated[str, typer.Option(help="the preset whose settings the run has, and what the file does not say of the "
-                                              "model")] = "",
-            qkv: Annotated[str, typer.Option(help="the rows of te's fused projection: interleaved, stacked or separate; else as "
+            to: Annotated[str, typer.Option(help="hf (GPT-2 or Llama), dit or te. Default: the one that fits the model")] = "",
+            like: Annotated[str, typer.Option(help="the preset with the settings of the run, and with the model settings that "
+                                              "the file lacks")] = "",
+            qkv: Annotated[str, typer.Option(help="rows of te's fused projection: interleaved, stacked or separate. Default: as "
                                              "the file says, or interleaved")] = "",
-            ema: Annotated[bool, typer.Option(help="write the weights' moving average (optim.ema)")] = False,
-            shard: Annotated[float, typer.Option(min=0.001, help="GB in a file of a folder that is written")] = 4.0) -> None:
-    """Convert weights of another library to a run, or those of a run to another library's files. Also under torchrun and srun.
+            ema: Annotated[bool, typer.Option(help="write the moving average of the weights (optim.ema)")] = False,
+            shard: Annotated[float, typer.Option(min=0.001, help="largest size of a written file, in GB")] = 4.0) -> None:
+    """Convert another library's weights to a run, or a run's weights to another library's files. Also under torchrun and srun.
 
-    course convert gpt2/ runs/gpt/mine; course convert runs/gpt/mine out --to hf.
-    One tensor in memory at a time; nothing is ever unpickled. FP8's scales are rebuilt, of te alone, by a pass without an update.
+    Examples: course convert gpt2/ runs/gpt/mine; course convert runs/gpt/mine out --to hf.
+    It keeps one tensor in memory at a time, and unpickles nothing. For te it rebuilds FP8 scales, by a pass without an update.
     """
     from course.convert import command
 
@@ -216,24 +216,24 @@ def convert(source: Annotated[Path, typer.Argument(help="the folder of a run; or
 
 
 @app.command()
-def presets(name: Annotated[str, typer.Argument(help="one of them: show its settings")] = "") -> None:
-    """The presets that `course train` knows: parameters, the memory that one GPU needs, the data, and what each is for."""
+def presets(name: Annotated[str, typer.Argument(help="a preset whose settings to show")] = "") -> None:
+    """List the presets of `course train`: parameters, memory on one GPU, data, and purpose."""
     from course.cli import presets
 
     presets.main(name)
 
 
 @app.command()
-def settings(section: Annotated[str, typer.Argument(help="such as train or model.gpt; else all")] = "") -> None:
-    """Every setting: its default, what it may be, and what it does."""
+def settings(section: Annotated[str, typer.Argument(help="a section, such as train or model.gpt. Default: all")] = "") -> None:
+    """List every setting: its default, its allowed values, and what it does."""
     from course.cli import settings
 
     settings.main(section)
 
 
 @app.command()
-def doctor(need: Annotated[str, typer.Option(help="fail if one of these is missing, such as fp8,dali")] = "") -> None:
-    """What this machine has: versions, GPUs, precisions, and the cure for what does not work."""
+def doctor(need: Annotated[str, typer.Option(help="features that must work, such as fp8,dali: otherwise fail")] = "") -> None:
+    """Show what this machine has: versions, GPUs, precisions, and how to fix what does not work."""
     from course.cli import doctor as examination
 
     raise typer.Exit(examination.main(need))
@@ -241,15 +241,15 @@ def doctor(need: Annotated[str, typer.Option(help="fail if one of these is missi
 
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a script in percent format")],
-          exercise: Annotated[list[str] | None, typer.Option(help="only this exercise; may be repeated")] = None,
-          seed: Annotated[int | None, typer.Option(help="that of an earlier check; else drawn afresh")] = None,
-          trust: Annotated[bool, typer.Option("--trust", help="run another's notebook even where nothing isolates it")] = False,
+          exercise: Annotated[list[str] | None, typer.Option(help="check only this exercise; can be repeated")] = None,
+          seed: Annotated[int | None, typer.Option(help="seed of an earlier check. Default: a new one")] = None,
+          trust: Annotated[bool, typer.Option("--trust", help="run another person's notebook even without isolation")] = False,
           list_ranks: Annotated[bool, typer.Option("--list-ranks", hidden=True)] = False,
           on_ranks: Annotated[Path | None, typer.Option(hidden=True)] = None,
           result: Annotated[Path | None, typer.Option(hidden=True)] = None) -> None:
-    """Check the exercises of a lesson's notebook, as `check("name")` does inside it. On real ranks: submit/check.sh.
+    """Check the exercises of a lesson's notebook, as `check("name")` does in the notebook. On real ranks: submit/check.sh.
 
-    Another's notebook is refused where nothing isolates it: one that is not in the notebooks folder of a course you work in.
+    If the machine cannot isolate code, the command refuses a notebook from outside the notebooks folder of your course.
     """
     from course.lab.checks import own_notebooks, render
     from course.lab.grading import submissions
@@ -268,24 +268,24 @@ def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a scri
     verdicts = [] if result and not alone else submissions.check_file(
         file, alone or exercise or [], seed, lambda verdict: print(render.text(verdict, sys.stdout.isatty()), flush=True))
     if result:
-        print(f"wrote {on_cluster.write_result(file, result, verdicts)}: hand it in with the notebook, which must not change any "
-              "more")
+        print(f"wrote {on_cluster.write_result(file, result, verdicts)}: hand it in with the notebook, and do not change the "
+              "notebook any more")
         return
     raise typer.Exit(0 if all(verdict.passed for verdict in verdicts) else 1)
 
 
-OfCluster = Annotated[Path | None, typer.Option(help="for its files; else one of yours under the temporary folder")]
+OfCluster = Annotated[Path | None, typer.Option(help="folder for its files. Default: your own folder in the temporary folder")]
 
 
 @cluster.command("start")
 def start_cluster(folder: OfCluster = None,
-                  nodes: Annotated[int, typer.Option(min=1, help="how many nodes")] = 2,
-                  cpus: Annotated[int, typer.Option(min=1, help="of each; may be more than the machine has")] = 8,
-                  gpus: Annotated[int, typer.Option(min=0, help="of each, simulated: Slurm shares them out, no program sees one")]
+                  nodes: Annotated[int, typer.Option(min=1, help="number of nodes")] = 2,
+                  cpus: Annotated[int, typer.Option(min=1, help="CPUs per node; can be more than the machine has")] = 8,
+                  gpus: Annotated[int, typer.Option(min=0, help="simulated GPUs per node: Slurm assigns them, programs see none")]
                   = 0,
-                  partition: Annotated[str, typer.Option(envvar="SBATCH_PARTITION", help="its name, as a site's profile has it")]
+                  partition: Annotated[str, typer.Option(envvar="SBATCH_PARTITION", help="name, as in a site's profile")]
                   = "course") -> None:
-    """Start Slurm here. eval "$(course cluster start)" also makes this shell's sbatch, squeue and scontrol mean it."""
+    """Start Slurm here. With eval "$(course cluster start)", sbatch, squeue and scontrol in this shell use it."""
     from course.lab.slurm import local_cluster as starter
 
     starter.start_command(folder or starter.default_folder(), nodes, cpus, gpus, partition)
@@ -293,9 +293,9 @@ def start_cluster(folder: OfCluster = None,
 
 @cluster.command("stop")
 def stop_cluster(folder: OfCluster = None,
-                 force: Annotated[bool, typer.Option("--force", "-f", help="also if jobs run or wait: they end with it")] = False
+                 force: Annotated[bool, typer.Option("--force", "-f", help="also stop running and waiting jobs")] = False
                  ) -> None:
-    """End it and remove its files. While jobs run or wait it stays, and says which."""
+    """Stop Slurm and remove its files. If jobs run or wait, the command lists them and stops nothing."""
     from course.lab.slurm import local_cluster as starter
 
     starter.stop_command(folder or starter.default_folder(), force)
@@ -303,19 +303,19 @@ def stop_cluster(folder: OfCluster = None,
 
 @app.command("lint-sbatch", context_settings={"ignore_unknown_options": True})
 def lint_sbatch(file: Annotated[Path, typer.Argument(help="a batch script")],
-                options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help="what else sbatch will be given, "
+                options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help="further options of sbatch, "
                                                                     "such as --nodes=2")] = None) -> None:
-    """Say what is wrong with a batch script before it waits in a queue, and why. Exit status 1 if something is."""
+    """Find mistakes in a batch script before it waits in a queue, and explain them. Exit status 1 if there are any."""
     from course.lab.slurm import lint
 
     raise typer.Exit(0 if lint.main(file, options or []) else 1)
 
 
 @lessons.command("copy")
-def copy_lessons(folder: Annotated[Path, typer.Argument(help="where you want to work, such as my-course")]) -> None:
-    """Put the lessons in FOLDER/notebooks, blank, and scripts for clusters in FOLDER/submit; nothing there is overwritten.
+def copy_lessons(folder: Annotated[Path, typer.Argument(help="your working folder, such as my-course")]) -> None:
+    """Copy the blank lessons to FOLDER/notebooks and the cluster scripts to FOLDER/submit. Existing files stay as they are.
 
-    Data and runs of the lessons will lie in FOLDER, too.
+    The lessons keep their data and runs in FOLDER too.
     """
     from course.lab.authoring import lessons as maker
 
@@ -323,10 +323,10 @@ def copy_lessons(folder: Annotated[Path, typer.Argument(help="where you want to 
 
 
 @lessons.command()
-def build(names: Annotated[list[str] | None, typer.Argument(help="such as 01; all lessons if none is named")] = None,
-          check: Annotated[bool, typer.Option("--check", help="only say what is stale or gives an answer away")] = False,
-          force: Annotated[bool, typer.Option("--force", help="execute also what is up to date")] = False) -> None:
-    """Make notebooks/ and the executed solutions/ from the masters solutions/NN_name.py."""
+def build(names: Annotated[list[str] | None, typer.Argument(help="lessons, such as 01. Default: all")] = None,
+          check: Annotated[bool, typer.Option("--check", help="only report stale notebooks and leaked answers")] = False,
+          force: Annotated[bool, typer.Option("--force", help="execute lessons that are up to date too")] = False) -> None:
+    """Write notebooks/ and the executed solutions/ from the masters solutions/NN_name.py."""
     from course.lab.authoring import lessons as maker
 
     if check:
@@ -337,15 +337,15 @@ def build(names: Annotated[list[str] | None, typer.Argument(help="such as 01; al
 
 
 @app.command()
-def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrader, Canvas or Moodle lay them out")],
-          out: Annotated[Path, typer.Option(help="for gradebook.csv, junit.xml, feedback/ and what is kept")] = Path("grades"),
-          lesson: Annotated[list[str] | None, typer.Option(help="only this lesson, such as 01; may be repeated")] = None,
-          jobs: Annotated[int, typer.Option(min=0, help="learners at a time; 0: one for each two cores")] = 0,
-          seed: Annotated[int | None, typer.Option(help="of the hidden inputs; else that kept in --out, or drawn")] = None,
-          trust: Annotated[bool, typer.Option("--trust", help="run answers even where nothing isolates them")] = False) -> None:
+def grade(folder: Annotated[Path, typer.Argument(help="submissions, in the layout of nbgrader, Canvas or Moodle")],
+          out: Annotated[Path, typer.Option(help="folder for gradebook.csv, junit.xml and feedback/")] = Path("grades"),
+          lesson: Annotated[list[str] | None, typer.Option(help="grade only this lesson, such as 01; can be repeated")] = None,
+          jobs: Annotated[int, typer.Option(min=0, help="learners graded at once; 0: one per two cores")] = 0,
+          seed: Annotated[int | None, typer.Option(help="seed of the hidden inputs. Default: that in --out, or new")] = None,
+          trust: Annotated[bool, typer.Option("--trust", help="run answers even without isolation")] = False) -> None:
     """Grade a folder of learners' notebooks with hidden variants of the checks.
 
-    Run again with the same --out, it goes on where it stopped, grades what is new, and keeps what it graded before.
+    A second run with the same --out continues where the first one stopped, grades new notebooks, and keeps earlier grades.
     """
     import signal
 
@@ -356,9 +356,9 @@ def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrad
 
 
 @app.command()
-def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet")],
-            hide_answers: Annotated[bool, typer.Option(help="blank what exercises ask for in the library, too")] = False) -> None:
-    """Write what learners get: the course with blank notebooks, without solutions."""
+def release(out: Annotated[Path, typer.Option(help="the folder to write; it must not exist yet")],
+            hide_answers: Annotated[bool, typer.Option(help="also blank exercises' answers in the library")] = False) -> None:
+    """Write the course for learners: with blank notebooks, and without solutions."""
     from course.lab.authoring import release as releasing
 
     releasing.main(out, hide_answers=hide_answers)

@@ -81,9 +81,9 @@ def whole_run(config: Config, tokens: float, samples: float) -> float:
         raise CourseError(f"--tokens {tokens:g}: a {config.model.kind} is trained on samples, of {config.model.tokens} tokens "
                           "each: use --samples")
     if tokens and samples:
-        raise CourseError("--tokens and --samples say the same: give one of them")
+        raise CourseError("--tokens and --samples both set the length of training: give one of them")
     if not 0 <= tokens < math.inf or not 0 <= samples < math.inf:
-        raise CourseError(f"--tokens {tokens:g} --samples {samples:g}: a training has some, such as --tokens 300e9")
+        raise CourseError(f"--tokens {tokens:g} --samples {samples:g}: give a number above 0, such as --tokens 300e9")
     return tokens / config.model.context if isinstance(config.model, GPTConfig) and tokens else samples
 
 
