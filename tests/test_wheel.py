@@ -151,10 +151,10 @@ def test_copies_nothing_where_something_would_be_lost(home, tmp_path):
     (tmp_path / "out/notebooks").mkdir(parents=True)
     mine = tmp_path / "out/notebooks/01_y.ipynb"
     mine.write_text("my answers")
-    with pytest.raises(CourseError, match=r"has notebooks/01_y.ipynb, which somebody changed"):
+    with pytest.raises(CourseError, match=r"has notebooks/01_y.ipynb, which was changed"):
         lessons.copy(tmp_path / "out", home)
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [mine] and mine.read_text() == "my answers"
-    with pytest.raises(CourseError, match="is a file, and should become a folder"):
+    with pytest.raises(CourseError, match="is a file, but a folder is needed there"):
         lessons.copy(mine, home)
     with pytest.raises(CourseError, match="holds no lessons"):
         lessons.copy(tmp_path / "new", tmp_path / "empty")

@@ -157,7 +157,7 @@ def main(small: bool) -> Row:
             if groups:
                 gpu_pool.side_by_side([str(i) for i in range(len(groups))], run, groups, keep)
     if not plain:
-        raise CourseError("no row could be measured; what stopped it is said above")
+        raise CourseError("no row could be measured: the errors above say why")
     device = torch.device("cpu" if small else "cuda")
     return {**timing.machine(device), "command": "course bench host --out FILE",
             "unit": "of a step, of each micro-batch, of each block of a micro-batch, of each bucket of gradients but the first, "

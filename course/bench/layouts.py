@@ -333,8 +333,8 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
                         "-m", "course.bench.layouts", kind, str(file), *flags], check=True)
     if not file.exists():                           # such as `zero` on one GPU
-        raise CourseError(f"course bench {kind} compares what several GPUs share out, and this machine shows one: run it where "
-                          "there are more, or try it with --small")
+        raise CourseError(f"course bench {kind} compares several GPUs, and this machine shows one: run it on a machine with "
+                          "more, or try it with --small")
     table = json.loads(file.read_text(encoding="utf-8"))
     with atomic(file) as temporary:
         rows = scaling_efficiency.judge(kind, table["rows"])

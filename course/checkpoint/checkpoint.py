@@ -264,8 +264,8 @@ def check_file(checkpoint: Path, name: str, size: int, digest: str) -> None:
 
 def unreachable(file: Path, error: OSError) -> CourseError:
     """The error for an unreadable file that may be intact. Skipping it would take the run back to an older checkpoint."""
-    return CourseError(f"{file} cannot be read ({error.strerror}), whether it is good or not: "
-                       f"{os_error_cure(error, 'run again')}; to go on from an older checkpoint, move {file.parent} away")
+    return CourseError(f"{file} cannot be read ({error.strerror}): "
+                       f"{os_error_cure(error, 'run again')}; to resume from an older checkpoint, move {file.parent} away")
 
 
 def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = None,
@@ -310,7 +310,7 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, layout: Layo
     parameters, kind = list(model.parameters()), ".ema" if average else ""
     fits(checkpoint, index, [placements[p] for p in parameters])
     if average and any(placements[p].name + kind not in index["tensors"] for p in parameters):
-        raise CourseError(f"{checkpoint} has no moving average of the weights: train with optim.ema=0.9999, say, or use the last "
+        raise CourseError(f"{checkpoint} has no moving average of the weights: train with optim.ema=0.9999, or use the last "
                           "weights (--no-ema)")
 
     def read(name: str, parameter: nn.Parameter) -> Tensor:
@@ -341,8 +341,8 @@ def nothing_over(checkpoint: Path, index: dict[str, Any], layout: Layout) -> Non
     for name in index["tensors"]:
         stem, _, leaf = name.rpartition(".")
         if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter nor its state
-            raise CourseError(f"{checkpoint} is of another model: it has {name}, which is not here; use the model's own "
-                              "settings, or another log.name")
+            raise CourseError(f"{checkpoint} belongs to another model: it has {name}, which this model lacks; use the model's "
+                              "own settings, or another log.name")
 
 
 def other_optimizer(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:
@@ -364,5 +364,5 @@ def fits(checkpoint: Path, index: dict[str, Any], placements: list[Placement]) -
         shape = None if found is None else tuple(found["shape"])
         if shape != place.global_shape:
             has = "does not have it" if shape is None else f"has it as {list(shape)}"
-            raise CourseError(f"{checkpoint} is of another model: {place.name} is {list(place.global_shape)} here, "
+            raise CourseError(f"{checkpoint} belongs to another model: {place.name} is {list(place.global_shape)} here, "
                               f"but the checkpoint {has}; use the model's own settings, or another log.name")

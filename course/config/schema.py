@@ -28,7 +28,7 @@ def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise CourseError(f"{path} is not readable YAML (not UTF-8 at byte {error.start}): save it as UTF-8") from error
     except ValueError as error:
-        raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): mend that line") from error
+        raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): correct that line") from error
     if not isinstance(values, dict):
         raise CourseError(f"{path} holds a {type(values).__name__}, not {wanted}")
     return values

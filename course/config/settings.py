@@ -246,7 +246,7 @@ def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     origin, above = preset_path(str(base), path.parent), (*above, path.resolve())
     if origin.resolve() in above:
-        raise CourseError(f"{path} names {base} as its base, which leads back to it: remove that line")
+        raise CourseError(f"{path} names {base} as its base, and {base} leads back to it: remove that line")
     return merge(read_preset(origin, above), values)
 
 

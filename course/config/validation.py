@@ -114,7 +114,7 @@ def check_numbers(section: str, values: Any) -> None:
         value = getattr(values, name, ())           # no kind of model has all keys of `model`
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number > LARGEST.get(section, 2**53):
-                raise CourseError(f"{section}.{name}={number} is more than anybody can compute with: use a smaller number")
+                raise CourseError(f"{section}.{name}={number} is too large: use a smaller number")
             if number < 0 == least:
                 raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
             if math.isnan(number) or number == math.inf:
@@ -158,21 +158,21 @@ def check_fp8(config: "Config") -> None:
         raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
                           "or fp8.by=native")
     if f.by == "te" and p.pp > 1:
-        raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=native with parallel.pp={p.pp}")
+        raise CourseError(f"fp8.by=te does not support pipelines: use fp8.by=native with parallel.pp={p.pp}")
     if f.by == "te" and config.train.recompute != "none":
         raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
                           "use fp8.by=native, or train.recompute=none")
     m = config.model
     if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all" and m.context % (2 * p.cp):
         raise CourseError(f"model.context={m.context} is padded to a multiple of {2 * p.cp} with parallel.cp={p.cp} and "
-                          f"parallel.context={p.context}, and padding would count in FP8's scales: change model.context, or set "
+                          f"parallel.context={p.context}, and padding would change FP8's scales: change model.context, or set "
                           "parallel.context=all_to_all")
     cast = [name for name in MODULATION if not f.keeps(name)]
     if isinstance(m, DiTConfig) and p.cp > 1 and cast:
         raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: of what a sample has "
                           "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
     if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
-        raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
+        raise CourseError("fp8.by=te supports only GPT-2's block: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
                           "use fp8.by=native")
     if f.by == "te" and f.recipe == "delayed" and config.compile:
         raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
@@ -213,8 +213,8 @@ def check_efficient(c: GPTConfig, config: "Config") -> None:
     p = config.parallel
     ring = p.cp > 1 and p.context == "ring"
     if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW_PRECISION and not ring:
-        raise CourseError(f"attention=efficient knows no groups of heads in {config.precision}, and model.kv_heads={c.kv_heads} "
-                          f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
+        raise CourseError(f"attention=efficient does not support grouped heads in {config.precision}, and model.kv_heads="
+                          f"{c.kv_heads} with model.heads={c.heads} groups them: use attention=default, cudnn or flash")
 
 
 def check_model(c: ModelConfig) -> None:

@@ -196,7 +196,8 @@ def source(path: Path, given: Mapping[str, Any], like: DiTConfig | None = None) 
     header, says = model_in(path, state.about()), state.says()
     c = completed(state, header, says, like, given)
     if "pos_embed" in state and not close(state["pos_embed"], positions(c)):
-        raise CourseError("the positions (pos_embed) in this checkpoint are not the fixed waves of DiT: it is of another model")
+        raise CourseError("the positions (pos_embed) in this checkpoint are not the fixed waves of DiT: it belongs to another "
+                          "model")
     found = Source(path, c, state, lambda ours: rule(c, ours), f"a DiT of {c.depth} layers",
                    "its header says" if header else "its shapes say",
                    lambda name: name == "pos_embed")

@@ -123,7 +123,7 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
     """Our configuration for the values of a config.json. Raises `CourseError` for a model that our GPT cannot be."""
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in TABLES:
-        raise CourseError(f"config.json says model_type={kind}, and what can be read is {' and '.join(TABLES)}")
+        raise CourseError(f"config.json says model_type={kind}, and this command reads {' and '.join(TABLES)}")
     for key, only in (FIXED[kind] | FOREIGN).items():
         if found.get(key, only) != only and not (key in FOREIGN and found[key] is None):
             raise refused(key, found[key], only)
@@ -203,7 +203,7 @@ def rope_for(c: GPTConfig) -> dict[str, Any]:
 
 def refused(key: str, value: Any, only: Any) -> CourseError:
     """The error for a value that we do not support."""
-    return CourseError(f"config.json has {key}={value}, and this library's GPT knows only {only} there: choose another model")
+    return CourseError(f"config.json has {key}={value}, and this library's GPT supports only {only}: choose another model")
 
 
 def kind_of(c: GPTConfig) -> str:

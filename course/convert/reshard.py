@@ -91,7 +91,7 @@ def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Con
     if not changes:
         raise CourseError("course reshard was given no layout: name what changes, such as parallel.tp=2")
     if others := sorted(changes.keys() - {"parallel"}):
-        raise CourseError(f"course reshard changes the layout alone, not {', '.join(others)}: give keys such as parallel.tp=2, "
+        raise CourseError(f"course reshard changes only the layout, not {', '.join(others)}: give keys such as parallel.tp=2, "
                           "and change the rest when you train")
     values = schema.merge(schema.as_plain(old), changes)
     folder, preset = place_of(run)

@@ -77,8 +77,8 @@ class Source:
         known = {name for one in ours for name in self.rule(one)[1]}
         left = [name for name in self.tensors if name not in known and not self.ignored(name)]
         if left:
-            raise CourseError(f"{self.where} has {len(left)} tensors that {self.what} has not, such as {left[0]}: it is of "
-                              "another model")
+            raise CourseError(f"{self.where} has {len(left)} tensors that {self.what} does not have, such as {left[0]}: it "
+                              "belongs to another model")
 
     def part(self, name: str, where: Placement) -> Tensor:
         """The box of one of our parameters, or the flat range of it. Raises `CourseError` if theirs has another size."""

@@ -105,8 +105,8 @@ def rule(ours: str, rows: str) -> Rule:
 def check_model(c: Any) -> None:
     """Raise `CourseError` for a model whose blocks are not `te.TransformerLayer`s."""
     if not isinstance(c, GPTConfig | ViTConfig):
-        raise CourseError("the blocks of a DiT are no Transformer Engine layers, since the condition scales and shifts between "
-                          "their norms and linears: convert a ViT or a GPT; fp8.by=te trains a DiT with its single modules")
+        raise CourseError("the blocks of a DiT are not Transformer Engine layers, because the condition scales and shifts "
+                          "between norms and linears: convert a ViT or a GPT; fp8.by=te trains a DiT with its single modules")
 
 
 def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:
@@ -117,7 +117,7 @@ def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:
     separate = any(name.endswith("layernorm_qkv.query_weight") for name in tensors)
     says = "separate" if separate else tensors.about().get(ABOUT, "")
     if says and told and says != told:
-        raise CourseError(f"--qkv {told}: {path} says itself that its rows are {says}; leave out --qkv")
+        raise CourseError(f"--qkv {told}: {path} states that its rows are {says}; leave out --qkv")
     found = says or told or ROWS[0]
     if found not in ROWS:
         raise CourseError(f"the header of {path} says {ABOUT}={found}, which is none of {', '.join(ROWS)}: give --qkv after "

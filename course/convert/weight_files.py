@@ -142,7 +142,7 @@ def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
         before = sorted({name.removesuffix(first) for name in whole if name == first or name.endswith(f".{first}")})
         if len(before) > 1:
             raise CourseError(f"{path} has several models, whose names begin with {' and '.join(map(repr, before))}: save the "
-                              "state_dict of one of them alone")
+                              "state_dict of only one of them")
         if before:
             plain = {there: name.removeprefix(before[0]) for there, name in plain.items()}
             break
@@ -150,7 +150,7 @@ def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
     if len(originals) < len(plain):
         twice = next(there for there, name in plain.items() if originals[name] != there)
         raise CourseError(f"{path} has {twice} and {originals[plain[twice]]}, which are one name without what wrappers add: save "
-                          "the state_dict of one model alone")
+                          "the state_dict of one model only")
     return originals
 
 
@@ -237,7 +237,7 @@ def damaged(file: Path, error: Exception) -> CourseError:
         return CourseError(f"{file} has no weights: give the folder that it is in, which has them beside it")
     kind = "safetensors file" if file.suffix == ".safetensors" else "file of PyTorch's since 1.6"
     return CourseError(f"{file} cannot be read ({type(error).__name__}): it is damaged, or no {kind}; download it again, or save "
-                       "a state_dict of tensors alone there")
+                       "a state_dict of only tensors there")
 
 
 def more_than_tensors(file: Path, error: Exception) -> CourseError | None:
@@ -246,8 +246,8 @@ def more_than_tensors(file: Path, error: Exception) -> CourseError | None:
         return None
     named_class = re.search(r"GLOBAL ([\w.]+)", str(error))
     named = f" (it names {named_class[1]})" if named_class else ""
-    return CourseError(f"{file} holds more than tensors, which is never unpickled, since that could execute anything{named}: "
-                       "where you trust the file, save its tensors alone, as a state_dict")
+    return CourseError(f"{file} holds more than tensors, and the course never unpickles it, because that could run any "
+                       f"code{named}: if you trust the file, save only its tensors, as a state_dict")
 
 
 class Entry(NamedTuple):

@@ -53,8 +53,8 @@ class DataFileWatch:
         """Raise `CourseError` if a file has changed: the model may have trained on zeros since."""
         for file, before in self.seen.items():
             if what := describe_change(file, before):
-                raise CourseError(f"{file} {what} since this run began, so it may have learned from zeros, and nothing of that "
-                                  "is saved: restore the file; the same command goes on from the checkpoint before")
+                raise CourseError(f"{file} {what} since this run began, so it may have learned from zeros, and none of that "
+                                  "is saved: restore the file; the same command resumes from the previous checkpoint")
 
 
 def describe_change(file: Path, before: FileState) -> str:

@@ -76,7 +76,7 @@ def choose_sampler(s: SamplerSettings, c: DiTConfig) -> str:
         raise CourseError(f"{s.steps} steps: a sampler takes 1 to {STEPS}")
     guidance = guidance_of(s, c)
     if not math.isfinite(guidance):
-        raise CourseError(f"guidance={guidance} would make every sample no number: use 1, which is none, to about 10")
+        raise CourseError(f"guidance={guidance} would make every sample NaN: use 1, which means none, to about 10")
     if guidance != 1 and not c.label_drop:
         raise CourseError(f"guidance={guidance}: it leads away from what the model says where the class is hidden, which is "
                           "not trained with model.label_drop=0: use 1, which is none")

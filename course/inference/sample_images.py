@@ -40,7 +40,7 @@ def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSetting
     decode = Decoder(vae, *latent_scale_and_shift(config)) if vae else None        # report what is missing before drawing
     model, step = load_model(run, config, device_of(config), average)
     if not isinstance(model, DiT):
-        raise CourseError(f"{run} has a model of your own, {type(model).__name__}, which draws no samples: derive it from "
+        raise CourseError(f"{run} has your own model, {type(model).__name__}, which draws no samples: derive it from "
                           "course.models.DiT, which denoises with guidance")
     start = time.perf_counter()
     each_label = torch.tensor(labels).repeat_interleave(each)

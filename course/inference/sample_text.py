@@ -23,13 +23,13 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
     """
     settings = read_config(run)
     if not isinstance(settings.model, GPTConfig):
-        raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
+        raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give the run of a GPT, such as "
                           "runs/gpt-python/default")
     words = bpe.load(find_tokenizer(run, settings, tokenizer))
     last = set(end_tokens.of_run(run, settings) + end_tokens.of_tokenizer(words))
     model, step = load_model(run, settings, device_of(settings))
     if not isinstance(model, GPT):
-        raise CourseError(f"{run} has a model of your own, {type(model).__name__}, which writes no text: derive it from "
+        raise CourseError(f"{run} has your own model, {type(model).__name__}, which writes no text: derive it from "
                           "course.models.GPT, whose blocks keep keys and values")
     known = bpe.ids(words, prompt)
     if max(known, default=0) >= settings.model.words:

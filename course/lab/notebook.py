@@ -127,7 +127,7 @@ def yours(*objects: Any) -> Iterator[None]:
     for thing in objects:
         if thing.__name__ not in dotted:
             names = [name for exercise in exercises.offered().values() for name in exercise.names]
-            raise CourseError(f"{thing.__name__} is the answer to no exercise; there are {', '.join(names)}")
+            raise CourseError(f"{thing.__name__} is not the answer to an exercise; there are {', '.join(names)}")
     with installed_answers(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
         yield
 

@@ -54,7 +54,7 @@ def load_own_models(paths: str) -> None:
         name = f"course_models_{Path(path).stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None or not Path(path).is_file():
-            raise CourseError(f"COURSE_MODELS={path}: there is no Python file {Path(path).resolve()}: mend the path")
+            raise CourseError(f"COURSE_MODELS={path}: there is no Python file {Path(path).resolve()}: correct the path")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -129,8 +129,8 @@ def joined(ranks: Any, hardware: Hardware, curves: tuple[tuple[int, Curve], ...]
             return Group(total, ring, tree, narrowest, others, (fewer or [curves[0][1]])[-1])
         apart, inside = parts, reached
     if apart > 1:
-        raise CourseError(f"hardware {hardware.name}: its links join {hardware.links[-1].span} GPUs, which is not all of a group "
-                          f"of {total} here: add an entry to links, of what joins more (span: 0 for any number)")
+        raise CourseError(f"hardware {hardware.name}: its links join {hardware.links[-1].span} GPUs, fewer than the group of "
+                          f"{total} here: add an entry to links for more GPUs (span: 0 for any number)")
     return Group(total, ring, tree, narrowest, others)
 
 

@@ -54,7 +54,7 @@ class Hardware:
     def peak(self, precision: str) -> float:
         """Peak FLOP/s in a format. Raises `CourseError` if the GPU does not support it."""
         if precision not in self.peaks:
-            raise CourseError(f"{self.name} has no matmuls in {precision}: what it has is {', '.join(self.peaks)}")
+            raise CourseError(f"{self.name} has no matmuls in {precision}: it has {', '.join(self.peaks)}")
         return self.peaks[precision]
 
     def room(self, free: float) -> float:

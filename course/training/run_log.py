@@ -119,7 +119,7 @@ class RunLog:
             with suppress(OSError):
                 self._board.close()
         if failed and error is None:
-            raise CourseError(f"{failed}: the same command goes on from what is still there")
+            raise CourseError(f"{failed}: the same command resumes from what is still there")
 
     def restore(self) -> None:
         """Write again the run's files that somebody has removed or renamed since the last call."""

@@ -238,8 +238,8 @@ def tell_changes(run: Path, index: dict[str, Any], training: Training) -> None:
 def check_state(path: Path, index: dict[str, Any], progress: Progress) -> None:
     """Raise `CourseError` if a checkpoint lacks some state that a run resumes from, as one of an older version may."""
     if missing := [name for name in (*progress.state(), "samples") if name not in index["state"]]:
-        raise CourseError(f"the state in {path}/index.json says nothing of {', '.join(missing)}, so another version wrote it: go "
-                          "on with that version, or start again under another log.name")
+        raise CourseError(f"the state in {path}/index.json lacks {', '.join(missing)}, so another version wrote it: continue "
+                          "with that version, or start again under another log.name")
 
 
 def compare_files(config: Config, before: dict[str, int]) -> None:

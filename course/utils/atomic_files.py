@@ -103,7 +103,7 @@ def read_file(path: Path) -> bytes:
     """The bytes of an ordinary file. Raises `NotAnOrdinaryFile` for anything else: opening a named pipe would wait forever."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise NotAnOrdinaryFile(errno.EINVAL, "it is no ordinary file", str(path))
+            raise NotAnOrdinaryFile(errno.EINVAL, "it is not an ordinary file", str(path))
         return file.read()
 
 

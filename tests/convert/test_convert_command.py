@@ -591,7 +591,7 @@ def test_a_file_that_does_not_say_its_model_needs_a_preset(tmp_path):
         convert(tmp_path / "te.pt", tmp_path / "runs" / "x" / "back")
     convert(tmp_path / "te.pt", tmp_path / "runs" / "x" / "back", [*GPT, "model.mlp=gelu_tanh"], like="gpt-demo")
     assert all(torch.equal(x, weights_of(tmp_path / "runs" / "x" / "back")[name]) for name, x in weights_of(run).items())
-    with pytest.raises(CourseError, match=r"tensors that a gpt of these settings in Transformer Engine's layers has not"):
+    with pytest.raises(CourseError, match=r"tensors that a gpt of these settings in Transformer Engine's layers does not have"):
         convert(tmp_path / "te.pt", tmp_path / "runs" / "x" / "bad", [*GPT, "model.depth=1"], like="gpt-demo")
     with pytest.raises(CourseError, match=r"the settings say \[65, 32\]"):
         convert(tmp_path / "te.pt", tmp_path / "runs" / "x" / "bad", [*GPT, "model.vocab=65"], like="gpt-demo")
@@ -699,7 +699,7 @@ def test_pickles_are_refused_and_not_executed(tmp_path, capsys):
     convert(run, tmp_path / "te.safetensors", to="te")
     state = load_file(tmp_path / "te.safetensors")
     torch.save(state | {"blocks.0.self_attention.proj._extra_state": Bomb()}, tmp_path / "te.pt")
-    with pytest.raises(CourseError, match=r"holds more than tensors, which is never unpickled.*\(it names print\): where you"):
+    with pytest.raises(CourseError, match=r"more than tensors, and the course never unpickles it.*\(it names print\): if you"):
         convert(tmp_path / "te.pt", tmp_path / "runs" / "x" / "bad", GPT, like="gpt-demo")
     assert "executed" not in capsys.readouterr().out
     for target in ("out.pt", "out.bin"):
@@ -745,7 +745,7 @@ def test_other_sources_are_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CourseError, match="has neither"):
         convert(tmp_path / "empty", tmp_path / "run")
-    with pytest.raises(CourseError, match="the blocks of a DiT are no Transformer Engine layers"):
+    with pytest.raises(CourseError, match="the blocks of a DiT are not Transformer Engine layers"):
         transformer_engine.check_model(dit_reference.CONFIG)
     assert transformer_engine.check_model(GPTConfig()) is transformer_engine.check_model(ViTConfig()) is None
     assert json.loads(transformer_engine.about(GPTConfig(), "stacked")[weight_files.MODEL])["kind"] == "gpt"

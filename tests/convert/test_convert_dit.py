@@ -147,7 +147,7 @@ def test_positions_that_are_not_those_of_the_paper_are_refused():
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda s: s.pop("blocks.1.attn.proj.bias"), "lacks the tensor blocks.1.attn.proj.bias"),
-    (lambda s: s.update(extra=torch.zeros(1)), "1 tensors that a DiT of 2 layers has not, such as extra")])
+    (lambda s: s.update(extra=torch.zeros(1)), "1 tensors that a DiT of 2 layers does not have, such as extra")])
 def test_other_models_are_refused(change, words):
     state = state_of()
     change(state)
@@ -161,7 +161,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize(("damage", "words"), [
-    ("code", r"holds more than tensors, which is never unpickled, .*\(it names print\): where you trust the file, save"),
+    ("code", r"holds more than tensors, and the course never unpickles it.*\(it names print\): if you trust the file, save"),
     ("half", r"cannot be read \(RuntimeError\): it is damaged, or no file of PyTorch's since 1\.6; download"),
     ("old", r"it is damaged, or no file of PyTorch's since 1\.6; download"),
     ("list", "holds a list, not tensors")])

@@ -311,7 +311,7 @@ def test_a_name_is_one_folder_beside_the_others(serial, name):
 
 def test_mistakes_are_sentences(serial, tmp_path):
     run, *_ = serial
-    for settings, name, words in ((["train.steps=9"], "a", "changes the layout alone, not train"),
+    for settings, name, words in ((["train.steps=9"], "a", "changes only the layout, not train"),
                                   (["parallel.tp=3"], "b", "parallel.tp=3 does not divide"),
                                   (["parallel.dp=3"], "a", "is not divisible by the 3 data-parallel ranks"),
                                   (["parallel.tp=2"], "default", "is there already"),

@@ -249,7 +249,7 @@ def test_a_latent_too_large_for_float32_or_of_complex_numbers_is_damaged(tmp_pat
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_is_more_than_zero(folder, scale):
-    with pytest.raises(CourseError, match=rf"--scale {scale:g}: .* more than 0; leave it out for the VAE's, 0.18215"):
+    with pytest.raises(CourseError, match=rf"--scale {scale:g}: .* above 0; leave it out for the VAE's, 0.18215"):
         pack(folder, scale=scale)
 
 

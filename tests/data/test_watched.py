@@ -48,7 +48,7 @@ def test_a_file_that_changes_is_named(own_data, tmp_path, change, sentence, name
     watched = DataFileWatch(config.load("vit-demo", tiny_settings(own_data, tmp_path / "runs")))
     watched.check()
     change(own_data / name)
-    with pytest.raises(CourseError, match=rf"{name[-7:]} {sentence}.* since this run began.*goes on from the checkpoint before"):
+    with pytest.raises(CourseError, match=rf"{name[-7:]} {sentence}.* since this run.*resumes from the previous checkpoint"):
         watched.check()
 
 

@@ -123,7 +123,7 @@ def test_images_are_grey_for_one_channel_and_colours_for_more():
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--labels", "3,10"], "this model has the labels 0 to 9"), (["--labels", "x"], "takes whole numbers from 0"),
+    (["--labels", "3,10"], "this model has the labels 0 to 9"), (["--labels", "x"], "give whole numbers from 0"),
     (["--sampler", "euler"], "euler does not fit"), (["--sampler", "dddim"], "sampler=dddim"),
     (["--steps", "0"], "takes 1 to 1000"), (["--guidance", "nan"], "guidance=nan would make"),
     (["--guidance", "inf"], "guidance=inf would make"),
@@ -139,7 +139,7 @@ def test_other_runs_are_a_sentence(tmp_path, run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(sample_images, "load_model", lambda *_: (torch.nn.Linear(1, 1), 1))
-        with pytest.raises(CourseError, match=r"a model of your own, Linear, .* derive it from course\.models\.DiT"):
+        with pytest.raises(CourseError, match=r"has your own model, Linear, .* derive it from course\.models\.DiT"):
             sample_images.sample_run(run, [0], 1, SamplerSettings())
 
     config.save(config.load("vit-demo"), tmp_path / "config.yaml")

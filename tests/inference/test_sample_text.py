@@ -95,7 +95,7 @@ def test_what_cannot_write_is_a_sentence(words, tmp_path, monkeypatch):
         forecast_scores.score_run(run)
     with monkeypatch.context() as patch:
         patch.setattr(sample_text, "load_model", lambda *_: (torch.nn.Linear(1, 1), 1))
-        with pytest.raises(CourseError, match=r"a model of your own, Linear, .* derive it from course\.models\.GPT"):
+        with pytest.raises(CourseError, match=r"has your own model, Linear, .* derive it from course\.models\.GPT"):
             sample_text.sample_run(run, "x", 1, 1, 0, 0, 1)
     plain = json.loads((words / "tokenizer.json").read_text())
     (words / "tokenizer.json").write_text("no")

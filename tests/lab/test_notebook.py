@@ -102,7 +102,7 @@ def test_yours_stands_in_the_librarys_place_and_leaves_again():
     with notebook.yours(eager):
         assert step.eager(1, 2, 3, 4) == "mine"
     assert step.eager is original and optimizer.learning_rate is rate
-    with pytest.raises(CourseError, match="answer to no exercise"), notebook.yours(style.curves):
+    with pytest.raises(CourseError, match="not the answer to an exercise"), notebook.yours(style.curves):
         pass
 
 

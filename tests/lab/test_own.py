@@ -40,7 +40,7 @@ def check(monkeypatch, capsys, tmp_path):
 def test_anothers_notebook_is_refused_where_nothing_isolates(bare, check, tmp_path):
     theirs = tmp_path / "submissions/bob/00_start_here.ipynb"
     ran, said = check(theirs)
-    assert not ran and "no bubblewrap here" in said and "--trust" in said and "somebody else's" in said
+    assert not ran and "no bubblewrap here" in said and "--trust" in said and "another person's" in said
     assert "Traceback" not in said
     ran, said = check(theirs, "--trust")
     assert ran and "every answer runs as you" in said
@@ -96,7 +96,7 @@ def test_on_ranks_only_ones_own_or_with_trust(check, tmp_path, monkeypatch):
     check(theirs, "--list-ranks", "--trust")
     for words in (["--list-ranks"], ["--on-ranks", str(tmp_path)]):
         ran, said = check(theirs, *words)
-        assert not ran and "on the ranks of a job nothing isolates" in said and "--trust" in said
+        assert not ran and "on the ranks of a job, its code is not isolated" in said and "--trust" in said
 
 
 def test_a_list_that_is_damaged_or_cannot_be_written_stops_nobody(bare, tmp_path):

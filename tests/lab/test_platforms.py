@@ -154,7 +154,7 @@ def test_of_gradescopes_file_texts_and_numbers_alone_count(tmp_path, text, learn
     (tmp_path / "submission_metadata.yml").write_text(text)
     found, notes = collect_submissions(tmp_path)
     assert [one.learner for one in found] == [learner or "submission_11"]
-    told = [note for note in notes if "submission_metadata.yml cannot be used: it is no export of Gradescope's" in note]
+    told = [note for note in notes if "submission_metadata.yml cannot be used: it is not a Gradescope export" in note]
     assert bool(told) != bool(learner)
 
 

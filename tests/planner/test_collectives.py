@@ -165,5 +165,5 @@ def test_links_that_do_not_reach_are_refused(tmp_path):
     file.write_text("base: h100-80\nlinks: [{name: PCIe, span: 2, latency: 5.0e-6, bandwidth: 25.0e+9}]\n")
     pairs = hardware.load(str(file))
     assert collectives.group_of([(1, 2)], pairs).bandwidth > 0
-    with pytest.raises(CourseError, match=r"its links join 2 GPUs, which is not all of a group of 4 here: add an entry"):
+    with pytest.raises(CourseError, match=r"its links join 2 GPUs, fewer than the group of 4 here: add an entry"):
         collectives.group_of([(1, 4)], pairs)

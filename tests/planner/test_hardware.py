@@ -79,7 +79,7 @@ def test_unknown_names_and_formats():
         hardware.load("h100-8")
     with pytest.raises(CourseError, match=r"there is no file nowhere\.yaml"):
         hardware.load("nowhere.yaml")
-    with pytest.raises(CourseError, match=r"v100-16 has no matmuls in bf16: what it has is fp16, fp32"):
+    with pytest.raises(CourseError, match=r"v100-16 has no matmuls in bf16: it has fp16, fp32"):
         hardware.load("v100-16").peak("bf16")
 
 

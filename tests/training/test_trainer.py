@@ -236,7 +236,7 @@ def test_an_old_run_is_never_overwritten(tiny):
 
 
 @pytest.mark.parametrize(("lost", "sentence"), [
-    (("good_steps", "samples"), r"step_000012/index\.json says nothing of good_steps, samples, so another version wrote it"),
+    (("good_steps", "samples"), r"step_000012/index\.json lacks good_steps, samples, so another version wrote it"),
     ((), "every checkpoint in .* is damaged: restore one, or start again")])
 def test_a_checkpoint_of_a_version_that_knew_less_is_not_gone_on_from(tiny, lost, sentence):
     """It has no checksum of its index, either. lost: what its state lacks; (): there is none."""

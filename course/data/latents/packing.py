@@ -50,7 +50,7 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
     Damaged files are left out and listed in `out/damaged.txt`. Raises `CourseError` if no data set can be made.
     """
     if scale is not None and not 0 < scale < math.inf:
-        raise CourseError(f"--scale {scale:g}: latents are multiplied with it, so it is more than 0; leave it out for the "
+        raise CourseError(f"--scale {scale:g}: it multiplies the latents, so it must be above 0; leave it out for the "
                           f"VAE's, {SD_SCALE}")
     if out.resolve() == folder.resolve() or (out.resolve().parent == folder.resolve() and not out.name.startswith(".")):
         raise CourseError(f"--out {out} is in {folder}, where it would count as a class: choose a folder beside it")
@@ -225,7 +225,7 @@ def first_shape(files: list[Path], read: Read) -> tuple[int, ...]:
         reasons.append(f"{file}: {found}")
         if len(reasons) == 100:
             break
-    raise CourseError(f"none of the first {len(reasons)} files can be used, the first because: {reasons[0]}; mend or replace "
+    raise CourseError(f"none of the first {len(reasons)} files can be used, the first because: {reasons[0]}; repair or replace "
                       "them")
 
 

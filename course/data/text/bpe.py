@@ -86,7 +86,7 @@ def size(tokenizer: Tokenizer) -> int:
     """The vocabulary size that a model needs: the largest token id plus one."""
     numbers = tokenizer.get_vocab(with_added_tokens=True).values()
     if not numbers:
-        raise CourseError("the tokenizer has no tokens at all: give a tokenizer.json that has")
+        raise CourseError("the tokenizer has no tokens at all: give a tokenizer.json with tokens")
     return 1 + max(numbers)
 
 

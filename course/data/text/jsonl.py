@@ -123,7 +123,7 @@ def check(config: Jsonl) -> list[Path]:
         if file.is_dir():
             raise CourseError(f"{file} is a folder: give files (a shell expands folder/*)")
         if not file.is_file():
-            raise CourseError(f"the input file {file} does not exist: mind its name and folder")
+            raise CourseError(f"the input file {file} does not exist: check its name and folder")
     for key, name in (("tokenizer", config.tokenizer), ("vocabulary", config.vocabulary), ("merges", config.merges)):
         if name and not Path(name).is_file():
             raise CourseError(f"{key}={name} {'is a folder, not a' if Path(name).is_dir() else 'does not exist: give a'} file")
@@ -132,7 +132,7 @@ def check(config: Jsonl) -> list[Path]:
     if bool(config.vocabulary) != bool(config.merges) or (config.tokenizer and config.merges):
         raise CourseError("give tokenizer=tokenizer.json, or vocabulary=vocab.json with merges=merges.txt, or neither")
     if config.vocab and (config.tokenizer or config.vocabulary):
-        raise CourseError(f"vocab={config.vocab} is of a vocabulary that is learned, and this one is given: leave out vocab, or "
+        raise CourseError(f"vocab={config.vocab} sets the size of a vocabulary to learn, but you give one: leave out vocab, or "
                           "tokenizer, vocabulary and merges")
     if config.jobs < 0 or config.sample < 1:
         raise CourseError(f"jobs={config.jobs} and sample={config.sample}: jobs is at least 0, sample at least 1 (megabyte)")
@@ -285,7 +285,7 @@ def map_in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs
         raise
     except BrokenProcessPool as error:
         raise CourseError("a process that encodes was killed, perhaps because memory ran out: run again with a smaller jobs=; "
-                          "it goes on where it stopped") from error
+                          "it continues where it stopped") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

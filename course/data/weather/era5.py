@@ -323,7 +323,7 @@ def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, 
                 file.flush()
     except (OSError, RuntimeError) as error:                    # HDF5 raises either if the disk is full
         raise CourseError(f"cannot write {part} ({first_line(error)}): free space, or end the process that writes it, or choose "
-                          "another path, and run again; it goes on where it stopped") from error
+                          "another path, and run again; it continues where it stopped") from error
     with atomic(path) as temporary:
         os.replace(part, temporary)
 

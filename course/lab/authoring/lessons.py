@@ -52,7 +52,7 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
     paths = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
     if not paths:
         raise CourseError(f"{root}/solutions holds no lessons' masters: use the `course` of a clone of the repository; "
-                          "what learners get, a release or a wheel, has none")
+                          "a release or a wheel for learners has none")
     for name in names:
         if not any(path.stem.startswith(name.removesuffix(".py")) for path in paths):
             raise CourseError(f"there is no lesson {name}; there are {', '.join(path.stem for path in paths)}")
@@ -119,12 +119,12 @@ def copy(folder: Path, home: Path | None = None) -> None:
         raise CourseError(f"{home}/notebooks holds no lessons: install the course's wheel, or use the `course` of a clone")
     for part in (folder, folder / "notebooks", folder / "submit"):
         if part.exists() and not part.is_dir():
-            raise CourseError(f"{part} is a file, and should become a folder: name another one, or move what is there")
+            raise CourseError(f"{part} is a file, but a folder is needed there: name another one, or move the file")
     existing = [name for name in names if (folder / name).exists()]
     changed = [name for name in existing if not filecmp.cmp(folder / name, home / name, shallow=False)]
     if changed:
         more = f" and {len(changed) - 1} more" if changed[1:] else ""
-        raise CourseError(f"{folder} has {changed[0]}{more}, which somebody changed or another version wrote: "
+        raise CourseError(f"{folder} has {changed[0]}{more}, which was changed, or written by another version: "
                           "nothing was copied; name another folder, or move what is there")
     for name in sorted({*names} - {*existing}):
         with atomic(folder / name) as temporary:

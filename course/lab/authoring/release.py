@@ -30,7 +30,7 @@ def main(out: Path, root: Path = lessons.ROOT, hide_answers: bool = False) -> No
     lesson.
     """
     if out.exists():
-        raise CourseError(f"{out} exists: name a folder that does not, or remove it first")
+        raise CourseError(f"{out} exists: name a new folder, or remove this one first")
     if found := lessons.verify([], root) + dangling_links(root):
         raise CourseError("\n".join(["not released:", *found]))
     notebooks = [f"notebooks/{master.stem}.ipynb" for master in lessons.masters([], root)]      # without stray copies

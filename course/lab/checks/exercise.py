@@ -148,5 +148,5 @@ def wrong(exercise: Exercise, mistake: Mistake) -> str:
     """The source of a wrong answer. Raises `CourseError` if the right one no longer has the piece to replace."""
     source = right(exercise)
     if mistake.old not in source:
-        raise CourseError(f"{exercise.name}: the mistake {mistake.name!r} replaces {mistake.old!r}, which the answer has not")
+        raise CourseError(f"{exercise.name}: the answer lacks {mistake.old!r}, which the mistake {mistake.name!r} replaces")
     return source.replace(mistake.old, mistake.new)

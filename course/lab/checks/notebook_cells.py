@@ -112,7 +112,7 @@ def parse_script(text: str, path: Path) -> Any:
         raise CourseError("reading scripts needs JupyterLab's packages: pip install 'course[lab]'") from error
 
     if text.count("\n# %%") > MAX_CELLS:            # check before jupytext parses them
-        raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
+        raise CourseError(f"{path} has more than {MAX_CELLS} cells: remove cells that do not belong to the lesson")
     return jupytext.reads(text, fmt="py:percent")
 
 
@@ -131,7 +131,7 @@ def read_text(path: Path) -> str:
 def check_size(sources: Sequence[str], cells: int, path: Path) -> None:
     """Raise `CourseError` if a notebook has more code or more cells than allowed."""
     if cells > MAX_CELLS:
-        raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
+        raise CourseError(f"{path} has more than {MAX_CELLS} cells: remove cells that do not belong to the lesson")
     if sum(map(len, sources)) > MAX_CODE:
         raise CourseError(f"{path} has more than {MAX_CODE // 1_000_000} MB of code: put long data into a file")
 
@@ -145,7 +145,7 @@ def parse_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): open it in JupyterLab and save it; if "
-                          "that does not open it, take an earlier copy, or write it anew from the lesson's") from error
+                          "that does not open it, take an earlier copy, or write it again from the lesson's") from error
 
 
 def decode_text(data: bytes) -> str:

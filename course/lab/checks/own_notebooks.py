@@ -60,8 +60,8 @@ def describe_protection(path: Path, trust: bool, on_ranks: bool = False) -> str:
         return "every answer runs on the ranks as you: nothing keeps it from your files and the network, as --trust allows"
     try:
         if on_ranks:
-            raise CourseError("on the ranks of a job nothing isolates its code from your files: if you trust it, --trust")
+            raise CourseError("on the ranks of a job, its code is not isolated from your files: if you trust it, use --trust")
         return grade.describe_protection(trust)
     except CourseError as error:
-        raise CourseError(f"{path} may be somebody else's, since it is not in the notebooks folder of a course that you work in; "
+        raise CourseError(f"{path} may be another person's, because it is not in the notebooks folder of your course; "
                           f"{error}") from error

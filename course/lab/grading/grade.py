@@ -86,7 +86,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     try:
         closed_folders.make_private(out)
     except OSError as error:
-        raise CourseError(f"{out} cannot be made a folder to grade into ({error.strerror}): name another one") from error
+        raise CourseError(f"{out} cannot be created as the output folder ({error.strerror}): name another one") from error
     others = load_other_results(out, submissions)
     graded = recalled + (grade_all(new, out, jobs, seed) if new else []) + others
     graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
@@ -125,8 +125,8 @@ def describe_protection(trust: bool) -> str:
                 f"the network stays open to it (bubblewrap would close it: {layers.why['namespaces']})")
     if trust:
         return f"every answer runs as you, {limits}: nothing else keeps it from your files and the network, as --trust allows"
-    raise CourseError(f"nothing here isolates other people's code from your files ({'; '.join(layers.why.values())}): "
-                      "install bubblewrap, or run this as root in a container, or, if you trust every submission, --trust")
+    raise CourseError(f"this machine cannot isolate other people's code from your files ({'; '.join(layers.why.values())}): "
+                      "install bubblewrap, or run this as root in a container, or use --trust if you trust every submission")
 
 
 def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int) -> list[Graded]:
@@ -310,7 +310,7 @@ def choose_seed(out: Path, seed: int | None) -> int:
     except OSError as error:
         raise CourseError(f"{out}/seed cannot be read ({error.strerror}): all that was graded here was graded with it") from error
     if not text.isdigit() or len(text) > 50:         # for bytes, isdigit accepts ASCII digits only
-        raise CourseError(f"{out}/seed holds no number: bring it back from a copy, or remove it, and all is graded anew")
+        raise CourseError(f"{out}/seed holds no number: restore it from a copy, or remove it to grade everything again")
     return int(text)
 
 

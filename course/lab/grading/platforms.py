@@ -193,7 +193,7 @@ def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
     if not path.is_file() or path.is_symlink():
         return {}
     if path.stat().st_size > MAX_BYTES:
-        raise CourseError(f"it has more than {MAX_BYTES // 1_000_000} MB; leave out of it what is not about submitters")
+        raise CourseError(f"it has more than {MAX_BYTES // 1_000_000} MB; remove everything that is not about submitters")
     submitters_by_folder: dict[str, tuple[str, float]] = {}
     try:
         for folder, about in yaml.safe_load(path.read_bytes()).items():
@@ -201,7 +201,7 @@ def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
                       for one in about[":submitters"][:20]]
             submitters_by_folder[str(folder)] = ", ".join(people), parse_date(text_field(about, ":created_at"))
     except (OSError, yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise CourseError(f"it is no export of Gradescope's, or damaged ({type(error).__name__}); export it anew") from error
+        raise CourseError(f"it is not a Gradescope export, or it is damaged ({type(error).__name__}); export it again") from error
     return submitters_by_folder
 
 

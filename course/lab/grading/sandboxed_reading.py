@@ -118,7 +118,7 @@ def open_regular_file(path: str, flags: int) -> int:
     number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise CourseError("it is no ordinary file")
+        raise CourseError("it is not an ordinary file")
     return number
 
 

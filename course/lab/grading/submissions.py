@@ -124,7 +124,7 @@ def collect_submissions(folder: Path, report: Callable[[str], object] = lambda l
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise CourseError(f"{folder} may not be read by you: change its permissions, or grade as its owner")
+        raise CourseError(f"{folder} is not readable for you: change its permissions, or grade as its owner")
     notes: list[str] = []
     platform = Platform.of(folder, lesson_of)
     notes += [f"{METADATA} cannot be used: {platform.problem}"] if platform.problem else []

@@ -175,13 +175,13 @@ def check_capturable(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
                           "both outcomes and choose with torch.where, or read after a replay")
     masked = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in find_tensors(args[1:]))
     if torch.Tag.dynamic_output_shape in tags and (masked or name != "index"):
-        raise CourseError(f"the shape of the result of {name} depends on values, and in a graph every shape is decided: keep all "
-                          "elements, and give those that do not count the weight 0")
+        raise CourseError(f"the shape of the result of {name} depends on values, and in a graph every shape is fixed: keep all "
+                          "elements, and give weight 0 to those that do not count")
     if name == "lift_fresh":
         raise CourseError("torch.tensor(...) copies from the host's memory, which a graph does not hold on to: make it before "
                           "the capture, or fill on the device, torch.full((), ...)")
     if kwargs.get("generator") is not None:
-        raise CourseError("a generator of your own does not move on with replays: draw from PyTorch's, or compute random numbers "
+        raise CourseError("your own generator does not advance with replays: draw from PyTorch's, or compute random numbers "
                           "from a counter that is a tensor")
 
 

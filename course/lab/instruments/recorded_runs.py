@@ -88,7 +88,7 @@ def compare_predictions(predicted_ms: Mapping[str, float]) -> None:
         if name not in steps:
             raise CourseError(f"there is no run {name!r}: predict {', '.join(steps)}")
         if not ms > 0:
-            raise CourseError(f"{name}: you predict {ms} ms; a step takes more than 0")
+            raise CourseError(f"{name}: you predict {ms} ms; a step takes more than 0 ms")
     print(f"{'':16} {'recorded':>11} {'you':>11} {'error':>6} {'the library':>13} {'error':>6}")
     for name, ms in predicted_ms.items():
         step = steps[name]

@@ -245,7 +245,7 @@ def _lock_folder() -> Path:
                     places[0].st_mode & 0o077 or places[1].st_mode & 0o022):
                 return folder
     raise CourseError(f"no folder that only root can write to could be made in {' or '.join(map(str, LOCK_PLACES))}, to tell "
-                      "which users are taken: make one of them writable to root alone")
+                      "which users are taken: make one of them writable for root only")
 
 
 def _remove_shared_files(user: int, scratch: Path) -> None:
@@ -284,7 +284,8 @@ def _chown_scratch(scratch: Path, user: int, hidden: bool) -> None:
     """Give everything in the scratch folder to the user, except files with hard links elsewhere."""
     closed = [folder for folder in scratch.parents if not folder.stat().st_mode & stat.S_IXOTH]
     if closed and not hidden:
-        raise CourseError(f"{scratch}: user {user} cannot get there, {closed[-1]} is closed to others; set TMPDIR elsewhere")
+        raise CourseError(f"{scratch}: user {user} cannot enter it, because {closed[-1]} is closed to others: set TMPDIR to "
+                          "another folder")
     for path, status in walk(scratch):
         if stat.S_ISDIR(status.st_mode) or status.st_nlink == 1:
             os.chown(path, user, user, follow_symlinks=False)

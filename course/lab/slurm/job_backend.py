@@ -199,7 +199,7 @@ def find(mine: bool = False) -> Slurm | EmulatedSlurm:
     """Two nodes: with `mine` of the site's Slurm; else of a Slurm started on this machine; else emulated."""
     if mine:
         if not shutil.which("sbatch"):
-            raise CourseError("there is no sbatch here: open the notebook where you submit jobs, or say mine=False")
+            raise CourseError("there is no sbatch here: open the notebook on the machine that submits jobs, or pass mine=False")
         return Slurm(SiteCluster(Path()))
     if why := local_cluster.why_unavailable():
         return EmulatedSlurm(why)

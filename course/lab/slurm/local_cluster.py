@@ -190,8 +190,8 @@ def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: i
         raise CourseError(f"{folder} has a Slurm already: stop it first (course cluster stop --folder {folder})")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())
                                                    or folder.stat().st_uid != os.getuid())):
-        raise CourseError(f"{folder} is not an empty folder of yours: name one that is, or none, since all of it goes when this "
-                          "Slurm is stopped")
+        raise CourseError(f"{folder} is not an empty folder of yours: name an empty one, or none, because stopping this Slurm "
+                          "removes all of it")
     write_configuration(cluster, nodes, cpus, gpus, timeout, partition)
     try:
         munge = cluster.folder / "munge"
@@ -248,7 +248,7 @@ def free_ports(count: int) -> int:
                 with socket.socket() as probe:
                     probe.bind(("", port))
             return first
-    raise CourseError(f"no {count} neighbouring ports are free between 17000 and 32000: stop what listens there")
+    raise CourseError(f"no {count} neighboring ports are free between 17000 and 32000: stop the programs that listen there")
 
 
 def all_idle(cluster: Cluster, names: Sequence[str]) -> bool:
@@ -337,7 +337,7 @@ def stop_command(folder: Path, force: bool = False) -> None:
     jobs = [] if force else unfinished_jobs(cluster)
     if jobs:
         raise CourseError(f"{len(jobs)} {'job is' if len(jobs) == 1 else 'jobs are'} not over: {', '.join(jobs[:5])}"
-                          f"{' ...' if len(jobs) > 5 else ''}; wait for them, or end them with it: course cluster stop --force")
+                          f"{' ...' if len(jobs) > 5 else ''}; wait for them, or stop them too: course cluster stop --force")
     stop(folder)
     print(f"stopped the Slurm in {folder}")
 
