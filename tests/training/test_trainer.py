@@ -115,7 +115,7 @@ def test_metrics_with_lines_that_are_none_lose_nothing(tiny, capfd):
 def test_a_run_of_a_deeper_model_does_not_go_on_in_a_shallower_one(tiny):
     """Every parameter is in the checkpoint, and some of the checkpoint's are nowhere."""
     folder = run([*tiny, "model.depth=2", "train.steps=2", "optim.ema=0.9"])
-    with pytest.raises(CourseError, match=r"is of another model: it has blocks\.1\.\S+, which is not here"):
+    with pytest.raises(CourseError, match=r"belongs to another model: it has blocks\.1\.\S+, which this model lacks"):
         run([*tiny, "model.depth=1", "train.steps=4", "optim.ema=0.9"])
     assert len(losses(folder)) == 2
 
@@ -134,7 +134,7 @@ def test_what_the_other_stage_has_is_not_left_over(tiny):
     deep = [*tiny, "model.depth=4"]
     assert ranks(2)(in_stages, [*deep, "train.steps=1"]) == ranks(2)(in_stages, [*deep, "train.steps=2"]) == ["", ""]
     for said in ranks(2)(in_stages, [*tiny, "model.depth=2", "train.steps=3"]):
-        assert "is of another model: it has blocks." in said
+        assert "belongs to another model: it has blocks." in said
 
 
 def test_histories_of_fp8_are_not_left_over(tiny):
