@@ -66,7 +66,7 @@ class ShardedUnit:
         free_memory(self.whole)
 
 
-def reduce_gradients(unit: ShardedUnit) -> None:
+def reduce_gradients(unit: "ShardedUnit") -> None:
     """Add this rank's part of the mean gradient over the axis to `unit.share.grad`; drop each parameter's `.grad`.
 
     A parameter without gradient counts as zero.
