@@ -35,6 +35,7 @@ from course.checkpoint.shards import (
     write_shards,
 )
 from course.ops.ema import moving_average
+from course.ops.muon import Muon
 from course.ops.storage import has_memory
 from course.parallel.agree import run_on_all
 from course.parallel.layout import Layout
@@ -47,7 +48,8 @@ FORMAT = 2                                           # 2: fused QKV weights are 
 DAMAGED = ".damaged"                                 # suffix of a checkpoint that a resume skipped
 PARTS = {"format", "state", "config", "tensors", "files"}        # keys of an index, besides "sha256", which older ones lack
 
-KINDS: dict[type, str] = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}     # a state that no other one has
+# a state by which each kind of optimizer is known; Muon comes before Adam, whose states it has, too
+KINDS: dict[type, str] = {Muon: "momentum", torch.optim.Adam: "exp_avg", torch.optim.SGD: "momentum_buffer"}
 
 
 class OtherFormat(Damaged):
@@ -348,7 +350,8 @@ def nothing_over(checkpoint: Path, index: dict[str, Any], layout: Layout) -> Non
 def other_optimizer(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether the checkpoint's states are of another kind of optimizer. Then this optimizer starts without states."""
     leaves = {name.rpartition(".")[2] for name in index["tensors"]}
-    return any(leaf in leaves and not isinstance(optimizer, kind) for kind, leaf in KINDS.items())
+    saved_by = next((kind for kind, leaf in KINDS.items() if leaf in leaves), None)
+    return saved_by is not None and not isinstance(optimizer, saved_by)
 
 
 def read_named(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:

@@ -47,13 +47,15 @@ class Optim:
     """The optimizer, its learning-rate schedule, and the moving average of the weights."""
 
     # adam: the weight decay is added to the gradient (L2), which Adam then scales; adamw: it shrinks the weights directly
-    # (decoupled), as most large models train; sgd: SGD with momentum
-    name: Literal["adam", "adamw", "sgd"] = "adam"
+    # (decoupled), as most large models train; muon: course/ops/muon.py, with AdamW for what is no hidden matrix; sgd: SGD with
+    # momentum
+    name: Literal["adam", "adamw", "muon", "sgd"] = "adam"
     lr: float = 5e-4                                # peak learning rate of the schedule
     betas: tuple[float, float] = (0.9, 0.999)       # of Adam and AdamW
     eps: float = 1e-8                               # of Adam and AdamW
+    muon_momentum: float = 0.95                     # of Muon
     momentum: float = 0.0                           # of SGD
-    weight_decay: float = 0.0                       # adam, sgd: of the L2 term; adamw: a step shrinks weights by lr times this
+    weight_decay: float = 0.0                       # adam, sgd: of the L2 term; adamw, muon: a step takes lr x this off a weight
     schedule: Literal["cosine", "constant"] = "cosine"     # learning rate after the warmup
     warmup: int = 0                                 # steps of linear warmup before the schedule
     min_lr: float = 0.0                             # learning rate at the end of the cosine

@@ -33,7 +33,7 @@ NUMBERS = {
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
                    "model.loss_chunk model.vocab_used model.rope_low parallel.shard",
-    (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
+    (0, 1): "optim.betas optim.muon_momentum optim.ema model.dropout model.drop_path",
     (0, PART): "model.label_drop",                   # 1: every sample
     (TINY, math.inf): "model.norm_eps",
 }

@@ -215,11 +215,13 @@ def gradients(rank: Rank, done: float) -> float:
 
 def states(rank: Rank) -> float:
     """Bytes of the optimizer states and masters, sharded by ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1). Adam
-    has two states, 8 bytes per parameter; SGD one with momentum, else none. In stages 2 and 3 all parameters have masters."""
+    has two states, 8 bytes per parameter; SGD one with momentum, else none; Muon one for the blocks' matrices, and Adam's for the
+    rest. In stages 2 and 3 all parameters have masters."""
     c = rank.config
-    each = 2 if c.optim.adam else 1 if c.optim.momentum else 0
+    each = 2 if c.optim.adam or c.optim.name == "muon" else 1 if c.optim.momentum else 0
+    spared = rank.blocks * sum(block_weights(c)) if c.optim.name == "muon" else 0
     masters = sum(rank.weights) if stage(c) >= 2 else narrow(rank)
-    return (each * sum(rank.weights) + masters) * wide(c) / shard_size(c)
+    return (each * sum(rank.weights) - spared + masters) * wide(c) / shard_size(c)
 
 
 def average(rank: Rank) -> float:

@@ -73,7 +73,7 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     progress = Progress.start(config, mesh.world.device)
     draw = partial(initial_values, model, seed=seed, device=device, noise=noise) if sharded else None
     gradients = build_gradient_sync(model, layout, config.parallel, working_dtype(config.precision), config.masters, draw)
-    optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config, gradients.copies)
+    optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config, gradients.copies, layout)
     compute = build_compute(gradients.trained(model), progress, config, layout)
     step = train_step(compute, model, gradients, optimizer, progress, config, layout, scaling)
     if config.graphs:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from course.config import Config
 from course.ops import fused_adam
 from course.ops.ema import MovingAverage
-from course.parallel import Layout
+from course.ops.muon import Muon
+from course.ops.number_formats import LOW_PRECISION, parameter_dtype
+from course.parallel import Layout, Placement
+from course.parallel.whole_weights import WholeWeights
 
 
 def learning_rate(step: Tensor, config: Config) -> Tensor:
@@ -26,10 +29,11 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config,
-                    copies: Mapping[nn.Parameter, Tensor] | None = None) -> torch.optim.Optimizer:
+                    copies: Mapping[nn.Parameter, Tensor] | None = None, layout: Layout | None = None) -> torch.optim.Optimizer:
     """Build the fused optimizer, with the learning rate as a tensor, (), that the step sets, and with the weights' average.
 
     copies: parameter -> the 16-bit copy with which the model computes; only the Adam of kernels=triton keeps them equal.
+    layout: where the parameters are; Muon needs it, and then all ranks call this together.
     """
     o = config.optim
     optimizer: Any
@@ -39,6 +43,8 @@ def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Conf
         for parameter in parameters if o.momentum else []:
             if parameter.requires_grad:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    elif o.name == "muon":
+        optimizer = build_muon(parameters, lr, config, layout)
     else:
         kind = fused_adam.Adam if config.kernels == "triton" else torch.optim.Adam
         optimizer = kind(parameters, lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs,
@@ -48,6 +54,22 @@ def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Conf
     if o.ema:
         optimizer.average = MovingAverage(optimizer, o.ema)
     return optimizer
+
+
+def build_muon(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config, layout: Layout | None) -> Muon:
+    """Build Muon. With 16-bit matmuls it orthogonalizes in bf16, as its authors do; else in the parameters' dtype."""
+    if layout is None:
+        raise ValueError("Muon needs the parameters' layout")
+    o, hidden = config.optim, [p for p in parameters if p.requires_grad and is_hidden_matrix(layout.placements[p])]
+    others = [p for p in parameters if p not in set(hidden)]
+    dtype = torch.bfloat16 if config.precision in LOW_PRECISION else parameter_dtype(config.precision)
+    return Muon(hidden, others, WholeWeights(hidden, layout, dtype), lr, o.muon_momentum, o.weight_decay, dtype, betas=o.betas,
+                eps=o.eps, capturable=config.graphs)
+
+
+def is_hidden_matrix(where: Placement) -> bool:
+    """Whether a parameter is the weight of a linear in a block. The other weights there, of norms, have one logical dim."""
+    return where.name.startswith("blocks.") and where.name.endswith(".weight") and len(where.global_shape) > 1
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
