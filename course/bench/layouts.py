@@ -26,7 +26,7 @@ from course.config import Config, Parallel, Train, load
 from course.parallel import World, build_gradient_sync, build_mesh, joined, mappings
 from course.parallel.context_parallel.attention import METHODS, SplitTokens
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
-from course.planner import memory
+from course.planner import hardware, memory, step_time
 from course.training.assemble import assemble
 from course.training.compile import compile_parts
 from course.training.optimizer import build_optimizer
@@ -217,19 +217,27 @@ def zero(world: World, small: bool) -> Iterator[Row]:
 
 
 def fsdp(world: World, small: bool) -> Iterator[Row]:
-    """Whole compiled steps of GPT 1.3B, 8 x 2048 tokens per GPU, bf16, Adam: ZeRO's stages, and PyTorch's fully_shard."""
+    """Whole compiled steps of GPT 1.3B, 8 x 2048 tokens per GPU, bf16, Adam: ZeRO's stages, and PyTorch's fully_shard.
+
+    predicted_ms, predicted_gb: what `course plan` says for H200s.
+    """
     tiny = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=3", "model.heads=4"]
     base = ["data.source=mock", "precision=bf16", "train.micro_batch=0", f"train.global_batch={(2 if small else 8) * world.size}",
             "train.recompute=none", "stream=narrow", "optim.clip=1", "parallel.tp=1", "parallel.sp=false",
             f"parallel.dp={world.size}", f"train.device={world.device.type}", *(tiny if small else ["compile=true"])]
     ways = {"ZeRO-1": ["parallel.zero=1"], "ZeRO-2": ["parallel.zero=2"], "ZeRO-3": ["parallel.zero=3"],
             "ZeRO-3, gradients in bf16": ["parallel.zero=3", "parallel.reduce_in=matmul"],
-            "ZeRO-3, weights kept for the step": ["parallel.zero=3", "parallel.reshard_after=step"]}
+            "ZeRO-3, weights kept for the step": ["parallel.zero=3", "parallel.reshard_after=step"],
+            "ZeRO-3, weights kept for backward": ["parallel.zero=3", "parallel.reshard_after=backward"],
+            "ZeRO-3, two micro-batches": ["parallel.zero=3", f"train.micro_batch={1 if small else 4}"],
+            "ZeRO-3, recomputed": ["parallel.zero=3", "train.recompute=full"]}
     for name, settings in ways.items():
         config = load("gpt-1.3b", [*base, *settings])
         training: Any = assemble(config, build_mesh(config.parallel, world))
         batch = training.model.example(2 if small else 8, world.device)
-        yield measure(name, partial(training.step, batch), world, predicted_gb=memory.predict(config).allocated / 1e9)
+        predicted = step_time.predict(config, hardware.load("h200"), world.size).step
+        yield measure(name, partial(training.step, batch), world, predicted_ms=1e3 * predicted,
+                      predicted_gb=memory.predict(config).allocated / 1e9)
         del training
         megatron_grid.free(world)
     for reduce in ("float32", "bfloat16"):

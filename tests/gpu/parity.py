@@ -30,7 +30,8 @@ def layouts(n: int) -> dict[str, list[str]]:
     """Each axis alone over n GPUs in all its ways, in a graph too; with four also products of two axes."""
     alone = {
         "dp bucketed": [f"dp={n}", "bucket_mb=0.1"], "dp ddp": [f"dp={n}", "data=ddp"],
-        "dp zero": [f"dp={n}", "zero=true", "bucket_mb=0.1"],
+        "dp zero": [f"dp={n}", "zero=true", "bucket_mb=0.1"], "dp zero 2": [f"dp={n}", "zero=2"],
+        "dp zero 3": [f"dp={n}", "zero=3"], "dp zero 3, once a step": [f"dp={n}", "zero=3", "reshard_after=step"],
         "tp": [f"tp={n}"], "sp": [f"tp={n}", "sp=true"], "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
         "sp one by one": [f"tp={n}", "sp=true"],
         "sp symmetric": [f"tp={n}", "sp=true", "overlap=symmetric"],
@@ -38,7 +39,8 @@ def layouts(n: int) -> dict[str, list[str]]:
         "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
         "pp interleaved": ["pp=2", f"dp={n // 2}", "schedule=interleaved", "chunks=2"]}
     products = {
-        "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"],
+        "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"], "dp2 sp2 zero 3": ["dp=2", "tp=2", "sp=true", "zero=3"],
+        "dp zero 3 in pairs": ["dp=4", "zero=3", "shard=2"],
         "dp2 sp2 symmetric": ["dp=2", "tp=2", "sp=true", "overlap=symmetric"], "cp2 sp2": ["cp=2", "tp=2", "sp=true"],
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
@@ -46,11 +48,12 @@ def layouts(n: int) -> dict[str, list[str]]:
     triton = {f"{name}, Triton": [*found[name], "kernels=triton"] for name in (
         "tp", "sp", "sp one by one", "sp symmetric", "sp without overlap")}
     graphs = {f"{name}, in a graph": [*(found | triton)[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather", "cp ring",
+        "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather", "cp ring",
         *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
-        "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
-    again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
+        "dp bucketed", "dp zero 3", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all",
+        "pp 1f1b")}
+    again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("dp zero 3", "sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
     both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | triton).items()}
     return found | compiled | again | triton | both | (graphs if torch.cuda.is_available() else {})
@@ -58,7 +61,7 @@ def layouts(n: int) -> dict[str, list[str]]:
 
 FEW = ("sp", "sp one by one", "tp, Triton", "sp, Triton", "sp, Triton, compiled", "sp symmetric, Triton",
        "sp symmetric, Triton, in a graph",
-       "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
+       "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "dp zero 3", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
