@@ -48,7 +48,8 @@ def layouts(n: int) -> dict[str, list[str]]:
     triton = {f"{name}, Triton": [*found[name], "kernels=triton"] for name in (
         "tp", "sp", "sp one by one", "sp symmetric", "sp without overlap")}
     graphs = {f"{name}, in a graph": [*(found | triton)[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather", "cp ring",
+        "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather",
+        "cp ring",
         *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
         "dp bucketed", "dp zero 3", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all",
