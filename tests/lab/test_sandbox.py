@@ -481,9 +481,14 @@ def test_nothing_of_the_parents_environment(scratch, layers, monkeypatch):
         """, layers, environment={"MARKED": "given", "COURSE_SANDBOX": "another"})
     assert outcome.ok and "1 given\n" in outcome.output
     names = set(outcome.output.splitlines()[0].split())
-    assert names <= {"PATH", "LANG", "HOME", "TMPDIR", "MPLCONFIGDIR", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
+    assert names <= {"PATH", "LANG", "HOME", "USER", "TMPDIR", "MPLCONFIGDIR", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED",
                      "OMP_NUM_THREADS", "MKL_NUM_THREADS", "COURSE_SANDBOX", "MARKED", "PWD", "LC_CTYPE", "PYTHONUSERBASE"}
     assert "abracadabra" not in outcome.output and "COURSE_SANDBOX=another" not in outcome.output
+
+
+def test_the_runs_user_has_a_name(scratch, layers):
+    """PyTorch asks for it to name its cache, and an ID without an account has none."""
+    assert run(scratch, "import getpass; print(getpass.getuser())", layers).output == "learner\n"
 
 
 def test_two_at_once(scratch, layers):

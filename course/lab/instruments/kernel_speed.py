@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 from course.bench import timing
 from course.lab.exercises import lesson19_flash_attention as flash
 from course.lab.exercises import lesson19_kernels as lesson
-from course.ops import fused_add_norm, fused_gelu
+from course.ops import fused_add_norm, fused_gelu, packed_attention  # noqa: F401 (importing them registers the operators)
 from course.ops.triton_language import triton
 
 EPS = 1e-5

@@ -211,6 +211,7 @@ def _variables(inner: Path, has: Layers) -> dict[str, str]:
     home, temporary = str(inner / "home"), "/tmp" if has.namespaces else str(inner / "tmp")
     found = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8",
              "HOME": home, "TMPDIR": temporary, "MPLCONFIGDIR": home,
+             "USER": "learner",                      # PyTorch asks for a name, and the run's user may have none
              "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if site.ENABLE_USER_SITE:                        # otherwise derived from HOME
         found["PYTHONUSERBASE"] = site.getuserbase()
