@@ -3,10 +3,10 @@
 # Jobs of one GPU run side by side, then those of two, then those of all four one after the other.
 set -u
 out=$1; shift
-kinds=${*:-tp tp_vit cp dp pp zero}
+kinds=${*:-tp tp_vit cp dp pp zero fsdp}
 mkdir -p "$out"
 bench() {  # GPUS COUNT PORT KIND
-    CUDA_VISIBLE_DEVICES=$1 timeout 200 torchrun --nproc-per-node "$2" --master-port "$3" \
+    CUDA_VISIBLE_DEVICES=$1 timeout 400 torchrun --nproc-per-node "$2" --master-port "$3" \
         -m course.bench.layouts "$4" "$out/$4_$2.json" 2> "$out/$4_$2.log" || { echo "$4 on $2 GPUs failed:"; grep -v Warning "$out/$4_$2.log" | grep -m4 Error; }
 }
 side_by_side() {  # COUNT, then GPUS of each job

@@ -61,7 +61,8 @@ def build_muon(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config, l
     if layout is None:
         raise ValueError("Muon needs the parameters' layout")
     o, hidden = config.optim, [p for p in parameters if p.requires_grad and is_hidden_matrix(layout.placements[p])]
-    others = [p for p in parameters if p not in set(hidden)]
+    matrices = set(hidden)
+    others = [p for p in parameters if p not in matrices]
     dtype = torch.bfloat16 if config.precision in LOW_PRECISION else parameter_dtype(config.precision)
     return Muon(hidden, others, WholeWeights(hidden, layout, dtype), lr, o.muon_momentum, o.weight_decay, dtype, betas=o.betas,
                 eps=o.eps, capturable=config.graphs)
