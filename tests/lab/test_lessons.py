@@ -333,7 +333,7 @@ def stated(path):
     return 0.5 if amount == "half a" else float(amount)
 
 
-def test_the_whole_course_computes_for_less_than_22_minutes():
+def test_the_whole_course_computes_for_less_than_24_minutes():
     assert sum(map(stated, lessons.masters([]))) < 24
 
 
