@@ -155,17 +155,25 @@ class FP8Linear(Function):
     """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). The slots, scale, inverse and amax of each role, are None if current."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, *slots: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, gathered: Tensor | None,
+                *slots: Tensor | None) -> Tensor:
         x8, x8t, inverse_x = cast(x, E4M3, spec, spec.backward, *slots[0:3])            # (M, K), (K, M16)
-        w8, w8t, inverse_w = cast(weight, E4M3, spec, spec.backward, *slots[3:6])       # (N, K), (K, N)
-        ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w)
+        w8t: Tensor | None = None
+        if gathered is None:
+            w8, w8t, inverse_w = cast(weight, E4M3, spec, spec.backward, *slots[3:6])   # (N, K), (K, N)
+        else:                                       # `parallel.zero=3`: gathered in 8 bits, and again before the backward pass
+            assert slots[4] is not None
+            w8, inverse_w = gathered, slots[4]
+        ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w, gathered)
         ctx.slot = slots[6:9]                       # not saved as a result of this pass: other passes change its amax meanwhile
         ctx.spec, ctx.dtypes = spec, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return multiply(x8, w8.t(), inverse_x, inverse_w, spec.out, bias, fast=True)    # (M, N)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x8t, w8t, inverse_x, inverse_w = ctx.saved_tensors
+        x8t, w8t, inverse_x, inverse_w, gathered = ctx.saved_tensors
+        if gathered is not None:
+            w8t = gathered.view(torch.uint8).t().contiguous().view(E4M3)
         to_x, to_weight, to_bias = ctx.dtypes
         g8, g8t, inverse_g = cast(grad.contiguous(), ctx.spec.gradients, ctx.spec, True, *ctx.slot)     # (M, N), (N, M16)
         dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
@@ -174,7 +182,7 @@ class FP8Linear(Function):
         if ctx.spec.later is not None:
             ctx.spec.later(compute)
         db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                        # (N,)
-        return dx, dw, db, None, *[None] * 9
+        return dx, dw, db, None, None, *[None] * 9
 
 
 class ObserveGradAmax(Function):
@@ -226,6 +234,7 @@ class Matmul(Product):
         self.scales = [torch.ones((), device=device) for _ in ROLES if delayed]
         self.inverses = [torch.ones((), device=device) for _ in ROLES if delayed]
         self.amaxes = [torch.zeros((), device=device) for _ in ROLES if delayed]
+        self.small = E4M3 if delayed else None      # with current scales, no rank knows the amax of the whole weight
 
     def formats(self) -> tuple[torch.dtype, ...]:
         """The format of each role."""
@@ -251,7 +260,13 @@ class Matmul(Product):
                         self.later)
         slots: list[Any] = [slot for three in zip(self.scales, self.inverses, self.amaxes, strict=True) for slot in three]
         rows = x.reshape(-1, x.shape[-1])                                   # (M, K)
-        return FP8Linear.apply(rows, weight, bias, spec, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
+        return FP8Linear.apply(rows, weight, bias, spec, self.gathered, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
+
+    def shrink(self, part: Tensor) -> Tensor:
+        """Cast a part of the weight, of any shape, by the weight's scale, and record its amax: the histories get the maximum
+        over all ranks."""
+        at = ROLES.index("weight")
+        return quantize(part.reshape(1, -1), self.scales[at], self.amaxes[at], E4M3, False, True)[0].view(part.shape)
 
     def observe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product in the surrounding dtype and record the amaxes."""

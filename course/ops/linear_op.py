@@ -27,6 +27,13 @@ class Product:
 
     plain = True                                    # whether it is F.linear, so that a chunked loss may split it
     later: Later | None = None                      # takes a deferred weight gradient; None: compute it at once
+    known = True                                    # whether its number format has what it needs
+    small: torch.dtype | None = None                # the 8-bit dtype in which sharded weights may be gathered, once it is known
+    gathered: Tensor | None = None                  # the weight in that dtype, (N, K), where the weight itself is not in memory
+
+    def shrink(self, part: Tensor) -> Tensor:
+        """Cast a part of the weight, of any shape, to `small`."""
+        raise NotImplementedError
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) if self.later is None else LinearLater.apply(x, weight, bias, self.later)

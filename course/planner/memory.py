@@ -124,8 +124,9 @@ def beginning(rank: Rank) -> Iterator[Memory]:
     """Yield the moments of the first step that can exceed later ones, although there are no optimizer states yet."""
     c = rank.config
     if c.precision == "fp8" and c.fp8.by == "native" and c.fp8.recipe == "delayed":
-        # zero=0 and SGD, because ZeRO-1 and Adam in bf16 would count 16-bit weights; there are no states yet
-        plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=0),
+        # no ZeRO but stage 3, and SGD, because in bf16 they would count 16-bit weights; there are no states yet
+        parallel = c.parallel if c.parallel.zero == 3 else replace(c.parallel, zero=0)
+        plain = replace(rank, config=replace(c, precision="bf16", parallel=parallel,
                                              optim=replace(c.optim, name="sgd")))
         yield from (first(memory_at(moment, plain), rank) for moment in ("loss", "backward"))
     if c.parallel.pp > 1:

@@ -188,6 +188,11 @@ def own_masters(c: Config) -> bool:
     return replicas(c) == 1 and stage(c) < 2 and c.masters and c.precision in ("bf16", "fp16")
 
 
+def small_weights(c: Config) -> bool:
+    """Whether the weights of the blocks' linears are gathered in 8 bits (`course/parallel/data_parallel/fsdp.py`)."""
+    return stage(c) == 3 and c.precision == "fp8" and c.fp8.by == "native" and c.fp8.recipe == "delayed"
+
+
 def narrow_weights(c: Config) -> bool:
     """Whether the rank computes with 16-bit weights and holds masters: `own_masters`, or ZeRO in bf16 or fp16."""
     return own_masters(c) or (stage(c) > 0 and c.precision in ("bf16", "fp16"))
@@ -242,6 +247,8 @@ def copies(rank: Rank, live: float) -> float:
     casts = 0 if narrow_weights(c) else 2
     if c.train.recompute != "none":
         return min(live, rank.blocks) * casts * (four + modulated) if not c.compile and c.precision != "fp8" else 0.0
+    if small_weights(c):
+        return live * 2 * modulated
     if c.precision == "fp8":
         return live * (four * (1 if c.fp8.by == "native" else 2) + 2 * modulated)  # the modulation stays in bf16, fp8.keep
     return live * casts * (four + modulated)

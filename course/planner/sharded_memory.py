@@ -18,6 +18,7 @@ from course.planner.parameter_memory import (
     modulation,
     narrow_weights,
     shard_size,
+    small_weights,
     wide,
 )
 
@@ -26,21 +27,26 @@ MOMENTS = ("reduce", "embedding")                   # at which only these stages
 
 @dataclass(frozen=True)
 class Unit:
-    """The numbers of a unit's parameters: those of 16 bits, if the matmuls have 16 bits, and all others."""
+    """The numbers of a unit's parameters: those of 16 bits, if the matmuls have 16 bits, all others, and those of 8 bits."""
 
     narrow: float = 0
     others: float = 0
+    small: float = 0
 
     def weights(self, rank: Rank) -> float:
-        """Bytes of the gathered weights; gradients have the same format until they are reduced."""
+        """Bytes of the gathered weights."""
+        return self.gradients(rank) - self.small * (wide(rank.config) - 1)
+
+    def gradients(self, rank: Rank) -> float:
+        """Bytes of the gradients until they are reduced: in the format of the weights, in float32 for those of 8 bits."""
         low = 2 if narrow_weights(rank.config) else wide(rank.config)
-        return self.narrow * low + self.others * wide(rank.config)
+        return self.narrow * low + (self.others + self.small) * wide(rank.config)
 
     def flat(self, rank: Rank) -> float:
         """Bytes of the flat gradients that a reduce-scatter sends."""
         c = rank.config
         low = 2 if c.parallel.reduce_in == "matmul" and narrow_weights(c) else wide(c)
-        return self.narrow * low + self.others * wide(c)
+        return self.narrow * low + (self.others + self.small) * wide(c)
 
 
 def units(rank: Rank) -> dict[str, Unit]:
@@ -48,6 +54,9 @@ def units(rank: Rank) -> dict[str, Unit]:
     c = rank.config
     linear = sum(block_weights(c))
     found = {"block": Unit(linear, block_parameters(c) - linear), "embed": Unit(), "head": Unit(), "shared": Unit()}
+    if small_weights(c):                            # but for DiT's modulation, which fp8.keep has
+        four = block_weights(c)[0]
+        found["block"] = Unit(linear - four, block_parameters(c) - linear, four)
     gpt = isinstance(c.model, GPTConfig)
     partial = c.parallel.sp and c.parallel.tp > 1 and not gpt           # what tp does not split has partial gradients: float32
     if rank.first:
@@ -93,16 +102,16 @@ def gradients(rank: Rank, moment: str) -> float:
     ranks, block, shared = shard_size(c), found["block"], found["shared"]
     several = rank.micros > 1
     share = sum(rank.weights) * wide(c) / ranks * (several or moment in ("end", "optimizer", *MOMENTS))
-    tied = shared.weights(rank) * (moment in ("backward", "end", "reduce"))
+    tied = shared.gradients(rank) * (moment in ("backward", "end", "reduce"))
     match moment:
         case "backward":                            # the head's are on their way
             return share + tied + found["head"].flat(rank) * (1 + 1 / ranks)
         case "end":                                 # those of the block after it
             return share + tied + block.flat(rank) * (1 + several / ranks)
         case "reduce":
-            return share + tied + block.weights(rank) + block.flat(rank)
+            return share + tied + block.gradients(rank) + block.flat(rank)
         case "embedding":
             last = shared if shared.others else found["embed"]
-            return share + last.weights(rank) + last.flat(rank)
+            return share + last.gradients(rank) + last.flat(rank)
         case _:
             return share

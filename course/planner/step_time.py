@@ -19,6 +19,7 @@ from course.models.linears import linears
 from course.planner import collectives, flops
 from course.planner.block_time import BESIDE, block_time, ends_time
 from course.planner.hardware import Hardware
+from course.planner.parameter_memory import block_weights, small_weights
 from course.planner.rank_workload import RankWorkload, workload_of
 from course.utils.errors import CourseError
 
@@ -227,7 +228,9 @@ def sharded_time(local: RankWorkload, weights: float, backward: float, forward: 
     units = local.m.depth // p.pp + 2
     low = 2.0 if local.low == 2 and local.config.precision != "fp8" else float(local.gradient)
     sums = low if p.reduce_in == "matmul" else float(local.gradient)
-    gather = units * collectives.all_gather(low * weights / units, shard)
+    small = local.m.depth // p.pp * block_weights(local.config)[0] if small_weights(local.config) else 0.0      # of 8 bits
+    gathered = low * (weights - small) + small
+    gather = units * collectives.all_gather(gathered / units, shard)
     scatter = units * collectives.reduce_scatter(sums * weights / units, shard)
     average = units * collectives.all_reduce(local.gradient * weights / units / shard.size, replicate)
     micros = local.micros

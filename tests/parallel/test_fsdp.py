@@ -149,6 +149,48 @@ def test_sixteen_bit_weights_train_to_the_bit_as_with_zero_1(stage):
     assert one[0] == pytest.approx(other[0], rel=1e-4)
 
 
+EIGHT = ["precision=fp8", "fp8.recipe=delayed"]
+
+
+@pytest.mark.parametrize("more", [[], ["train.recompute=full"], ["parallel.tp=2", "parallel.sp=true"]])
+def test_eight_bit_weights_train_to_the_bit_as_with_zero_1(more):
+    """Each rank casts its share by the scale of the whole weight; the first step finds the scales."""
+    size = 4 if "parallel.tp=2" in more else 2
+    one, other = (ranks(size)(losses, [f"parallel.zero={zero}", *EIGHT, *more])[0] for zero in (1, 3))
+    assert one[0] == other[0] and len(set(other[0])) == 4
+
+
+def sent_in_eight_bits() -> tuple[list[int], int, int]:
+    """The bytes of the gathers of each of three steps, the numbers in the blocks' linears, and the bytes of all other weights."""
+    from unittest import mock
+
+    import torch
+
+    from course.models.layers import Linear
+    from course.parallel import build_mesh, join, mappings
+    from course.training.assemble import assemble
+
+    c = config.load("vit-demo", ["data.source=mock", "train.device=cpu", "model.dim=64", "model.depth=2", "train.global_batch=4",
+                                 "parallel.dp=2", "parallel.zero=3", "parallel.reshard_after=step", *EIGHT])
+    training: Any = assemble(c, build_mesh(c.parallel, join("cpu")))
+    real, found = mappings.all_gather_single, [0, 0, 0]
+    for number in range(3):
+        def gathered(out: torch.Tensor, *given: Any, number: int = number, **how: Any) -> Any:
+            found[number] += out.nbytes
+            return real(out, *given, **how)
+
+        with mock.patch.object(mappings, "all_gather_single", gathered):
+            training.step(training.model.example(2, torch.device("cpu")))
+    small = sum(m.weight.numel() for m in training.model.blocks.modules() if isinstance(m, Linear))
+    return found, small, 4 * (sum(p.numel() for p in training.model.parameters()) - small)
+
+
+def test_the_weights_of_eight_bit_matmuls_are_sent_in_eight_bits():
+    """From the second step on, when there are scales. A flat tensor may end in padding."""
+    for (first, *later), small, others in ranks(2)(sent_in_eight_bits):
+        assert first == pytest.approx(4 * small + others, abs=64) and later == pytest.approx([small + others] * 2, abs=64)
+
+
 def test_gradients_in_sixteen_bits_are_near_those_in_float32():
     exact, rounded = (ranks(2)(losses, ["parallel.zero=3", f"parallel.reduce_in={how}"])[0][0] for how in ("float32", "matmul"))
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)

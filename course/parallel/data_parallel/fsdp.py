@@ -25,7 +25,8 @@ matmuls the linears' weights are gathered in 16 bits.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -37,7 +38,9 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable
 
 from course.models import Model
+from course.models.layers import Linear
 from course.ops.autograd import Context
+from course.ops.linear_op import Product
 from course.ops.storage import allocate, free_memory, has_memory
 from course.parallel import mappings
 from course.parallel.data_parallel.gradients import GradientSync, divide_by_size, mean_op
@@ -61,7 +64,7 @@ class FlatParameters:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, partial: Axis | None, dtype: torch.dtype,
-                 sums: torch.dtype, shared: bool = False):
+                 sums: torch.dtype, shared: bool = False, products: Sequence[Product] = ()):
         self.parameters, self.shard, self.replicate, self.partial = parameters, shard, replicate, partial
         self.sums = sums
         self.numel = sum(p.numel() for p in parameters)
@@ -71,6 +74,7 @@ class FlatParameters:
         self.master = torch.zeros(length // shard.size, dtype=first.dtype, device=first.device)
         self.mine = slice(shard.rank * len(self.master), (shard.rank + 1) * len(self.master))
         self.segments: list[tuple[nn.Parameter, slice]] = []            # what the optimizer updates, and where it is in the share
+        self.indices: list[int] = []                # of their parameters
         self.gathering: Any = None                  # the all-gather in flight
         self.gathered = False
         self.reducing: tuple[Any, Tensor, Tensor] | None = None         # the reduce-scatter in flight, its input, its result
@@ -78,6 +82,12 @@ class FlatParameters:
         self.gradient: Tensor | None = None         # this rank's share of the mean, summed over micro-batches
         self.reduced = 0                            # backward passes of this step whose gradients are in it, or on their way
         self.shared = shared                        # whether several units use them
+        self.products = products                    # those of the parameters, if they take weights of 8 bits
+        if products:
+            self.small = torch.empty(length, dtype=products[0].small, device=first.device)
+            for product, view in zip(products, self.cut(self.small), strict=True):
+                product.gathered = view.data        # with a version counter of its own: autograd saves it
+            free_memory(self.small)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The part of each parameter in a tensor that is laid out like `whole`."""
@@ -87,7 +97,7 @@ class FlatParameters:
     def place_segments(self, placements: Placements) -> None:
         """Make the tensors that the optimizer updates, each parameter's part in this rank's share, and give them placements."""
         start = 0
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             low, high = max(start, self.mine.start), min(start + parameter.numel(), self.mine.stop)
             if low < high:
                 here = slice(low - self.mine.start, high - self.mine.start)
@@ -96,19 +106,27 @@ class FlatParameters:
                 placements[segment] = replace(where, flat=(low - start, high - start),
                                               owner=where.owner and self.replicate.rank == 0)
                 self.segments.append((segment, here))
+                self.indices.append(index)
             start += parameter.numel()
 
     def start_gather(self) -> None:
         """Begin the all-gather of the weights, in their own dtype, unless they are here or on their way."""
         if self.gathered or self.gathering is not None:
             return
-        allocate(self.whole)
-        share = self.whole[self.mine]               # NCCL gathers in place, gloo needs other memory
-        share.copy_(self.master)
+        if self.products and all(product.known for product in self.products):
+            allocate(self.small)
+            for (segment, here), index in zip(self.segments, self.indices, strict=True):
+                self.small[self.mine][here] = self.products[index].shrink(segment.detach())
+            whole = self.small.view(torch.uint8)
+        else:
+            allocate(self.whole)
+            self.whole[self.mine].copy_(self.master)
+            whole = self.whole
         if self.shard.size == 1:
             self.gathered = True
             return
-        self.gathering = mappings.all_gather_single(self.whole, share if share.is_cuda else share.clone(), group=self.shard.group,
+        share = whole[self.mine]                    # NCCL gathers in place, gloo needs other memory
+        self.gathering = mappings.all_gather_single(whole, share if share.is_cuda else share.clone(), group=self.shard.group,
                                                     async_op=True)
 
     def wait_gather(self) -> None:
@@ -126,6 +144,8 @@ class FlatParameters:
         """Free the memory of the whole weights."""
         self.forget()
         free_memory(self.whole)
+        if self.products:
+            free_memory(self.small)
 
     def start_reduce(self) -> None:
         """Begin the reduce-scatter of the gradients of a backward pass. A parameter without gradient counts as zero."""
@@ -238,20 +258,22 @@ class FSDP(GradientSync):
         for module in modules:
             for parameter in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
                 users.setdefault(parameter, []).append(module)
+        products = {} if self.keep else small_products(modules)
         flats: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter, used_by in users.items():    # one flat for what one unit, or the same units, use alike
             where = layout.placements[parameter]
             users_at = tuple(modules.index(module) for module in used_by)
-            alike = users_at, parameter in low_weights, where.average_over, where.partial_over
+            alike = users_at, parameter in low_weights, parameter in products, where.average_over, where.partial_over
             flats.setdefault(alike, []).append(parameter)
         made: list[FlatParameters] = []
         using: dict[int, list[FlatParameters]] = {}
-        for (users_at, narrow, average, parts), held in flats.items():
+        for (users_at, narrow, small, average, parts), held in flats.items():
             shard, replicate = (layout.mesh.shard, layout.mesh.replicate) if average is layout.mesh.dp_cp else \
                 (average or Axis("none"), Axis("none"))
             dtype = low if narrow and low else held[0].dtype
             sums = dtype if settings.reduce_in == "matmul" else held[0].dtype
-            flat = FlatParameters(held, shard, replicate, parts, dtype, sums, len(users_at) > 1)
+            flat = FlatParameters(held, shard, replicate, parts, dtype, sums, len(users_at) > 1,
+                                  [products[parameter] for parameter in held] if small else ())
             flat.place_segments(layout.placements)
             fill(flat, layout.placements, draw)
             made.append(flat)
@@ -400,6 +422,14 @@ def fill(flat: FlatParameters, placements: Placements, draw: Draw | None) -> Non
             for start in range(*where.flat, PIECE):
                 values = draw(replace(where, flat=(start, min(start + PIECE, where.flat[1]))))
                 segment.data[start - where.flat[0]:][:len(values)] = values
+
+
+def small_products(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Product]:
+    """The products of linears whose weights may be gathered in 8 bits, by weight: those that nothing else uses."""
+    parts = [part for module in modules for part in module.modules()]
+    uses = Counter(parameter for part in parts for parameter in part.parameters(recurse=False))
+    return {part.weight: part.product for part in parts if isinstance(part, Linear) and part.product.small is not None
+            and isinstance(part.weight, nn.Parameter) and uses[part.weight] == 1}
 
 
 def sum_partial(flats: Sequence[FlatParameters]) -> None:
