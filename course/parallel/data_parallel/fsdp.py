@@ -21,7 +21,8 @@ they enter and leave units, which is the same on all of them.
 gradient is also averaged over the ranks that hold the same share.
 
 As in ZeRO-1 (`course/parallel/data_parallel/zero1.py`), each rank's optimizer updates float32 masters of its share. With 16-bit
-matmuls the linears' weights are gathered in 16 bits.
+matmuls the linears' weights are gathered in 16 bits. With native FP8 and delayed scales stage 3 gathers them in 8 bits: the scale
+of a weight is known before the step, so each rank casts its share, and the largest magnitude of all shares is the weight's.
 """
 
 import weakref
