@@ -236,7 +236,8 @@ def block_workspace(rank: Rank, moment: str) -> float:
     if moment in ("reduce", "embedding"):                         # the block's backward pass is done
         return s * D * stream(c)
     weight = max(D * M * gated(c), D * modulation(c, 6))
-    weight *= low(c) if own_masters(c) or (stage(c) >= 2 and narrow_weights(c)) else wide(c) + low(c) * (c.precision in LOW_PRECISION)
+    as_it_is = own_masters(c) or (stage(c) >= 2 and narrow_weights(c))
+    weight *= low(c) if as_it_is else wide(c) + low(c) * (c.precision in LOW_PRECISION)
     again = 0.0
     if c.train.recompute != "none":
         again = sum(everything(rank).values()) - kept(rank)

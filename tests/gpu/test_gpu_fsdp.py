@@ -1,5 +1,7 @@
 """Fully sharded training on one GPU, as one rank of one: eager, compiled, in a CUDA graph, recomputed, in FP8."""
 
+import gc
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ WAYS = {"eager": ["compile=false"], "compiled": ["compile=true"], "graph": ["com
 def train(*settings: str) -> tuple[list[float], int, int, bool]:
     """Losses of eight steps, bytes in use after them, the most in the last two, and whether weights are in memory then."""
     c = configuration.load("gpt-124m", [*SMALL, *settings])
+    gc.collect()                                    # graphs of other trainings
     before = torch.cuda.memory_allocated()
     training = assemble(c, build_mesh(c.parallel, join("cuda")))
     losses = []
