@@ -106,15 +106,16 @@ def part_of(where: Placement) -> Part:
 
 
 def choose_workers(shapes: dict[str, tuple[int, ...]], holders: dict[str, dict[int, Part]]) -> dict[str, int]:
-    """The rank that works on each weight: of those that hold a part, the one with the least work so far, largest weights first.
+    """The rank that works on each weight: of those that hold a part, the one with the least work so far.
 
+    Weights that few ranks hold come first, because they leave the least choice, and of these the largest.
     The work on a matrix is about rows x columns x the smaller of both: products of the matrix with its transpose.
     """
     load: dict[int, int] = {}
     workers: dict[str, int] = {}
     work = {name: math.prod(shape) * min(math.prod(shape[-2:-1] if len(shape) < 3 else shape[1:-1]), shape[-1])
             for name, shape in shapes.items()}
-    for name in sorted(shapes, key=lambda name: (-work[name], name)):
+    for name in sorted(shapes, key=lambda name: (len(holders[name]), -work[name], name)):
         worker = min(holders[name], key=lambda rank: (load.get(rank, 0), rank))
         load[worker] = load.get(worker, 0) + work[name]
         workers[name] = worker

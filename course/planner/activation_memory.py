@@ -7,6 +7,7 @@ Each term has its own function. `memory.py` says which terms are alive at which 
 from course.config import Config
 from course.config.validation import attention_leaves_graph
 from course.models import DiTConfig, GPTConfig
+from course.models.linears import linears
 from course.ops.number_formats import LOW_PRECISION
 from course.planner.parameter_memory import (
     Rank,
@@ -19,6 +20,7 @@ from course.planner.parameter_memory import (
     own_masters,
     patch,
     replicas,
+    shard_size,
     stage,
     stream,
     uneven,
@@ -221,12 +223,27 @@ def head_workspace(rank: Rank) -> float:
 def workspace(rank: Rank, moment: str) -> float:
     """Bytes of the temporaries at a moment."""
     if moment == "optimizer":
-        return 0.0                                  # fused optimizers need none
+        return muon_workspace(rank) if rank.config.optim.name == "muon" else 0.0       # fused optimizers need none
     if moment == "rehearsal" and not chunked(rank.config):
         return 0.0                                  # no backward pass; only the chunked loss computes gradients in forward
     if moment in ("loss", "rehearsal"):
         return head_workspace(rank) if rank.last else 0.0
     return block_workspace(rank, moment)
+
+
+def muon_workspace(rank: Rank) -> float:
+    """Bytes of Muon's temporaries (`course/ops/muon.py`), in the matmuls' format: the largest of three sums.
+
+    A rank gathers the looks ahead of its part of the blocks' weights into an equal share of whole ones. While it puts these
+    together, looks ahead, messages and whole weights are alive. While it orthogonalizes the last one, these are whole weights and
+    results, and four temporaries of that weight's size. When it sends results back, these are whole weights, results, and the
+    messages that it sends and receives; one process alone receives nothing.
+    """
+    c = rank.config
+    held, largest = rank.blocks * sum(block_weights(c)), max(linear.k * linear.n for linear in linears(c.model))
+    part, work = held / shard_size(c), max(held / replicas(c), largest)
+    alone = replicas(c) * c.parallel.tp * c.parallel.pp == 1
+    return low(c) * max(part + 2 * work + largest, 2 * work + 3 * largest, 2 * work + (1 if alone else 2) * part)
 
 
 def block_workspace(rank: Rank, moment: str) -> float:

@@ -235,6 +235,30 @@ def test_the_fullest_rank_with_sharded_weights(kind, size, spec, more):
     assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
 
 
+# where the optimizer's temporaries are the peak
+MUON = ["optim.name=muon", "model.dim=256", "train.global_batch=2"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["vit", "gpt", "dit"])
+def test_muon_has_temporaries_as_large_as_the_weights(kind, precision):
+    settings = [f"precision={precision}", *MUON]
+    predicted = memory.predict(small(kind, *settings))
+    assert predicted.moment == "optimizer" and predicted.workspace - memory.CUBLAS > 3 * 4 * 12 * 256**2
+    assert predicted.allocated - memory.CUBLAS == pytest.approx(peak_of(kind, settings), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "size", "spec"), [
+    ("gpt", 2, "dp=2"), ("gpt", 2, "dp=2 zero=1"), ("vit", 2, "dp=2 zero=2"), ("gpt", 2, "dp=2 zero=3"), ("vit", 2, "tp=2"),
+    ("gpt", 4, "dp=2 tp=2 zero=3")])
+def test_ranks_share_the_temporaries_of_muon(kind, size, spec, precision):
+    settings = [f"precision={precision}", *MUON, *(f"parallel.{key}" for key in spec.split())]
+    found = max(ranks(size)(fullest, kind, settings))
+    assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.03)
+
+
 def fullest(kind: str, settings: list[str]) -> float:
     """`peak_of`, by its name: a rank imports this file."""
     from tests.planner.test_memory import peak_of
