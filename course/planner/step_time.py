@@ -19,6 +19,7 @@ from course.models.linears import linears
 from course.planner import collectives, flops
 from course.planner.block_time import BESIDE, block_time, ends_time
 from course.planner.hardware import Hardware
+from course.planner.muon_time import muon_time, on_rank, sharers
 from course.planner.parameter_memory import block_weights, small_weights
 from course.planner.rank_workload import RankWorkload, workload_of
 from course.utils.errors import CourseError
@@ -104,7 +105,7 @@ def time_of(local: RankWorkload, known: Known | None = None) -> Time:
     send, bubble = pipeline_time(local, each_micro_batch, ranks)
     parts = {"matmul": total["matmul"], "attention": total["attention"], "memory": total["memory"],
              "recompute": total["recompute"], "tensor": total["tensor"], "context": total["context"],
-             "optimizer": optimizer_time(local, weights), "data": data, "send": send, "bubble": bubble}
+             "optimizer": optimizer_time(local, weights, most), "data": data, "send": send, "bubble": bubble}
     host = local.host.seconds(c, local.dp, most, local.micros, buckets_of(local, weights))
     parts["launch"] = max(0.0, host - sum(parts.values()))
     parts["loading"] = max(0.0, loading_time(local) - sum(parts.values()))
@@ -159,27 +160,28 @@ def parameters_of_rank(local: RankWorkload, layers: int, first: bool) -> float:
     return layers * of_block + ends * first
 
 
-def optimizer_time(local: RankWorkload, weights: float) -> float:
+def optimizer_time(local: RankWorkload, weights: float, layers: int) -> float:
     """Seconds of the optimizer update, with gradient norm, moving average and FP8 history.
 
     Bytes per parameter: fused Adam reads weight, gradient and two states and writes all but the gradient, 28 (SGD 12, with
     momentum 20). 16-bit gradients save Adam 2, and 16-bit weights cost it 2 more. The norm reads 4, or 2 with 16-bit gradients.
     The moving average reads the weight and reads and writes itself, 12, or 8 in one pass with Adam in Triton
-    (`course/ops/fused_adam.py`). With ZeRO-1 each rank updates its shard.
+    (`course/ops/fused_adam.py`). With ZeRO each rank updates its shard. Muon's update of the blocks' matrices: `muon_time.py`.
     Three all-reduces of a few numbers (batch weight, norm, flags) cost only latency.
     """
     o, c = local.config.optim, local.config
-    ranks = local.dp * local.p.cp
-    mine = weights / ranks if local.p.zero else weights
+    mine, muon = weights / sharers(local), o.name == "muon"
     hand = o.adam and c.kernels == "triton"
-    each = (28 if o.adam else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
+    each = (28 if o.adam or muon else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
     each += 2 * (local.masters and local.micros > 1)                    # with one micro-batch, 16-bit gradients offset this
     calls = 3 * collectives.all_reduce(8, local.groups["all"])
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # three tensors per linear, shifted by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
     norm = (2 if local.masters and local.micros == 1 else 4) * mine
-    return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", norm)]) + calls + history
+    moved = each * mine - (28 * layers * sum(on_rank(local)) / sharers(local) if muon else 0)
+    matrices = muon_time(local, layers) if muon else 0.0
+    return local.seconds([("fused" if hand else "adam", moved), ("elementwise", norm)]) + matrices + calls + history
 
 
 def buckets_of(local: RankWorkload, weights: float) -> int:

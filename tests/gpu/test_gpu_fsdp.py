@@ -10,6 +10,7 @@ from course.ops.storage import has_memory
 from course.parallel import build_mesh, join
 from course.training.assemble import assemble
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = ["data.source=mock", "model.depth=6", "model.dim=1024", "model.heads=8", "model.vocab=8192", "model.context=512",
          "train.global_batch=4", "train.micro_batch=0", "precision=bf16", "optim.warmup=0"]
 WAYS = {"eager": ["compile=false"], "compiled": ["compile=true"], "graph": ["compile=true", "graphs=true"],

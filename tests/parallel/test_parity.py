@@ -307,15 +307,16 @@ OTHERS = {"tp": ["parallel.tp=2", "parallel.sp=true"], "pp": ["parallel.pp=2", "
           "fsdp": ["parallel.zero=3"], "zero": ["parallel.zero=true", "parallel.bucket_mb=0.01"]}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_run_goes_on_in_another_layout(name, tmp_path):
+@pytest.mark.parametrize(("name", "optimizer"), [*((name, "adam") for name in OTHERS), ("fsdp", "muon"), *(
+    pytest.param(name, "muon", marks=pytest.mark.slow) for name in ("tp", "pp", "zero"))])
+def test_a_run_goes_on_in_another_layout(name, optimizer, tmp_path):
     """Two steps in a layout and two in one process, or the other way round: the losses are those of the undisturbed run."""
     from course.training.run_log import read_metrics
 
     def losses(name: str, *parts: tuple[int, list[str]]) -> list[float]:
         for size, overrides in parts:
-            ranks(size)(run, [f"log.dir={tmp_path}", f"log.name={name}", "optim.schedule=constant", "optim.name=adam",
-                              "optim.lr=0.001", *overrides])
+            ranks(size)(run, [f"log.dir={tmp_path}", f"log.name={name}", "optim.schedule=constant",
+                              f"optim.name={optimizer}", "optim.lr=0.001", *overrides])
         return [record["loss"] for record in read_metrics(tmp_path / "vit-demo" / name / "metrics.jsonl")]
 
     whole = losses("whole", (1, []))

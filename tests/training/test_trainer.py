@@ -18,6 +18,7 @@ from course import config
 from course.checkpoint import checkpoint
 from course.checkpoint.shards import read_box
 from course.config import Parallel
+from course.ops.muon import orthogonal_update
 from course.ops.number_formats import FIRST_SCALE
 from course.parallel import Axis, World, build_mesh, join
 from course.ranks.notebook_ranks import ranks
@@ -175,7 +176,8 @@ def test_who_goes_on_without_momentum_does_not_keep_the_old_one(tiny, kernels):
 
 
 @pytest.mark.parametrize("kernels", ["pytorch", "triton"])
-@pytest.mark.parametrize(("first", "then"), [("sgd", "adam"), ("adam", "sgd")])
+@pytest.mark.parametrize(("first", "then"), [("sgd", "adam"), ("adam", "sgd"), ("adamw", "muon"), ("muon", "adamw"),
+                                             ("sgd", "muon"), ("muon", "sgd")])
 def test_another_optimizer_goes_on_with_the_weights_and_starts_afresh(tiny, first, then, kernels, capsys):
     """Its first step there is a first one, and the other's states are not saved again."""
     kind = [f"kernels={kernels}", "optim.momentum=0.9", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01"]
@@ -185,14 +187,17 @@ def test_another_optimizer_goes_on_with_the_weights_and_starts_afresh(tiny, firs
     out = capsys.readouterr().out
     assert f"optim.name: {first} -> {then}" in out and "of another kind and left out: this one starts afresh" in out
     after = final_tensors(folder)
-    states = {name.rpartition(".")[2] for name in after} & {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-    assert states == ({"momentum_buffer"} if then == "sgd" else {"step", "exp_avg", "exp_avg_sq"})
+    states = {name.rpartition(".")[2] for name in after} & {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "momentum"}
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    assert states == {"sgd": {"momentum_buffer"}, "muon": adam | {"momentum"}}.get(then, adam)
     for name in (name for name in before if f"{name}.exp_avg" in after):
         mean, square = after[f"{name}.exp_avg"] / 0.1, after[f"{name}.exp_avg_sq"] / 0.001
         assert after[f"{name}.step"] == 1
         torch.testing.assert_close(mean**2, square, rtol=1e-4, atol=1e-12)
     for name in (name for name in before if f"{name}.momentum_buffer" in after):
         torch.testing.assert_close(after[name], before[name] - 0.01 * after[f"{name}.momentum_buffer"])
+    for name in (name for name in before if f"{name}.momentum" in after):           # which is the gradient, up to its size
+        torch.testing.assert_close(after[name], before[name] - 0.01 * orthogonal_update(after[f"{name}.momentum"]))
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tiny, capsys):
