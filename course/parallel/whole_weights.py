@@ -11,7 +11,7 @@ one whose other weights take the least work. All copies get the same bits back.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 
 import torch
 import torch.distributed as dist
@@ -132,11 +132,25 @@ def messages_to(worker: int, name: str, holders: dict[int, Part]) -> list[Messag
     return messages
 
 
-def check_complete(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
+def check_complete(name: str, shape: tuple[int, ...], parts: Iterable[Part]) -> None:
     """Raise `CourseError` if parts of a weight overlap or leave something out."""
-    if sum(part.stop - part.first for part in parts) != math.prod(shape):
-        raise CourseError(f"optim.name=muon needs {name} whole, and the ranks' parts do not make it up: use optim.name=adamw, or "
-                          "parallel.zero=0")
+    done: dict[Box, int] = {}                       # the elements of each box that its parts so far make up
+    for part in sorted(parts):
+        if part.first != done.get(part.box, 0):
+            raise incomplete(name)
+        done[part.box] = part.stop
+    if any(stop != math.prod(box_shape(box)) for box, stop in done.items()):
+        raise incomplete(name)
+    disjoint = all(any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(one, other, strict=True))
+                   for one, other in combinations(done, 2))
+    if not disjoint or sum(done.values()) != math.prod(shape):
+        raise incomplete(name)
+
+
+def incomplete(name: str) -> CourseError:
+    """The error for a weight that no rank can make whole."""
+    return CourseError(f"optim.name=muon needs {name} whole, and the ranks' parts do not make it up: use optim.name=adamw, or "
+                       "parallel.zero=0")
 
 
 def assemble(shape: tuple[int, ...], parts: list[tuple[Part, Tensor]]) -> Tensor:

@@ -264,18 +264,25 @@ MUTATIONS = {
 def test_parity_notices(name):
     """The test itself can fail: each of these mistakes changes some parameter."""
     target, replacement, spec, kind = MUTATIONS[name]
+    assert largest_error({target: replacement}, spec, kind) > 1e-6
 
+
+def largest_error(mistakes: dict[str, Any], spec: str, kind: str, extra: tuple[str, ...] = ()) -> float:
+    """How much a parameter in a layout differs at most from the serial one. mistakes: what is replaced there -> by what."""
     def wrong(overrides: list[str]) -> Any:
+        from contextlib import ExitStack
         from unittest import mock
 
-        with mock.patch(target, replacement):
+        with ExitStack() as stack:
+            for target, replacement in mistakes.items():
+                stack.enter_context(mock.patch(target, replacement))
             return train(overrides, kind)
 
     size, overrides = layout(spec)
-    *_, whole = serial((), kind)
-    gaps = [(part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
-            for _, _, pieces in ranks(size)(wrong, overrides) for name, parts in pieces.items() for box, part in parts]
-    assert max(gaps) > 1e-6
+    *_, whole = serial(extra, kind)
+    return max((part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
+               for _, _, pieces in ranks(size)(wrong, [*overrides, *extra])
+               for name, parts in pieces.items() for box, part in parts)
 
 
 @pytest.mark.slow

@@ -78,6 +78,17 @@ def test_update_is_that_of_pytorchs_muon_in_bf16():
     torch.testing.assert_close(-weight.detach(), orthogonal_update(gradient), rtol=0, atol=0.05)
 
 
+def test_triton_kernels_leave_muon_and_its_adamw_as_they_are():
+    """Only the blocks' operators change: AdamW of the other parameters is PyTorch's, and there are no 16-bit masters."""
+    plain, fused = build(), build("kernels=triton")
+    assert type(fused.optimizer.adamw) is torch.optim.AdamW and not build("kernels=triton", "precision=bf16").config.masters
+    for _ in range(2):
+        plain.step(batch())
+        fused.step(batch())
+    for ours, theirs in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
 def test_only_linears_of_blocks_are_orthogonalized():
     training = build()
     training.step(batch())
