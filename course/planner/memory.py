@@ -9,7 +9,7 @@
     end          the first block's backward pass: all gradients are alive, and few activations
     reduce       stages 2 and 3 of ZeRO: the first block's backward pass is done, and its gradients are copied to be reduced
     embedding    the same for the embedding's, or for those of a weight that it shares with the head
-    optimizer    gradients and states, no activations
+    optimizer    gradients, states, and the temporaries of Muon, no activations
 
 The sum counts what `torch.cuda.max_memory_allocated` counts, from the start of the process. Each term has its own function, in
 `parameter_memory.py` or `activation_memory.py`.
