@@ -1,3 +1,12 @@
 """The axes of the mesh. Sizes, rank orders, process groups, rules, planner and messages all follow from this tuple."""
 
+from course.utils.errors import CourseError
+
 AXES = ("pp", "dp", "cp", "tp")                     # `Parallel` has one size for each
+
+
+def check_shard(shard: int, ranks: int) -> None:
+    """Raise `CourseError` if `parallel.shard` (0: all) does not divide the ranks of dp x cp."""
+    if shard and ranks % shard:
+        raise CourseError(f"parallel.shard={shard} does not divide the {ranks} ranks of dp x cp: choose one of "
+                          f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}, or 0 for all")

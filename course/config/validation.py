@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from course.config.axes import AXES
+from course.config.axes import AXES, check_shard
 from course.models import DiTConfig, GPTConfig, ModelConfig, ViTConfig, family_of
 from course.models.linears import linears_on_rank
 from course.ops.number_formats import LOW_PRECISION
@@ -97,9 +97,8 @@ def check_zero(config: "Config") -> None:
     if p.zero == 2 and p.reshard_after != "forward":
         raise CourseError(f"parallel.reshard_after={p.reshard_after} says when whole weights are freed, and parallel.zero=2 "
                           "keeps them: set parallel.zero=3, or leave it out")
-    if p.shard and p.dp and (p.dp * p.cp) % p.shard:
-        raise CourseError(f"parallel.shard={p.shard} does not divide the {p.dp * p.cp} ranks of dp x cp: choose one of "
-                          f"{', '.join(str(n) for n in range(1, p.dp * p.cp + 1) if p.dp * p.cp % n == 0)}, or 0 for all")
+    if p.dp:                                        # else known when the ranks are
+        check_shard(p.shard, p.dp * p.cp)
     if p.zero == 3 and config.precision == "fp8" and config.fp8.by == "te":
         raise CourseError("fp8.by=te keeps copies of the weights that parallel.zero=3 frees: use parallel.zero=2, or "
                           "fp8.by=native")

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from course.config.axes import AXES
+from course.config.axes import AXES, check_shard
 from course.parallel.rendezvous import telling
 from course.utils.errors import CourseError
 from course.utils.machine import end_with_parent
@@ -346,9 +346,7 @@ def split_replicas(grid: Tensor, dp_cp: Axis, size: int, world: World) -> tuple[
     ranks that hold the same share: the axes `shard` and `replicate`. Raises `CourseError` if `size` does not divide dp x cp."""
     if size in (0, dp_cp.size):
         return dp_cp, Axis("replicate")
-    if dp_cp.size % size:
-        raise CourseError(f"parallel.shard={size} does not divide the {dp_cp.size} ranks of dp x cp: choose one of "
-                          f"{', '.join(str(n) for n in range(1, dp_cp.size + 1) if dp_cp.size % n == 0)}, or 0 for all")
+    check_shard(size, dp_cp.size)
     lines = grid.permute(0, 3, 1, 2).reshape(-1, dp_cp.size // size, size)              # (pp x tp, copies, ranks of a copy)
     return (_new_axis("shard", lines.reshape(-1, size), world),
             _new_axis("replicate", lines.transpose(1, 2).reshape(-1, dp_cp.size // size), world))

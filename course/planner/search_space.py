@@ -251,9 +251,10 @@ def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Confi
     again = asked.values("train.recompute", RECOMPUTE)[::-1]
     some = schedule_choices(asked, start)
     some = some[:1] if some[0].get("parallel.schedule") == "1f1b" else some
-    some_stages = len({others["parallel.zero"] for others in other_choices(asked, start)}) > 1
+    choices = other_choices(asked, start)
+    some_stages = len({others["parallel.zero"] for others in choices}) > 1
     alike: dict[Any, Choice] = {}
-    for others in other_choices(asked, start):               # the first of those that need the same memory
+    for others in choices:                                   # the first of those that need the same memory
         if others["parallel.zero"] in (0, 2) and some_stages:           # 1 and 3 need less
             continue
         alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)

@@ -44,7 +44,7 @@ from course.ops.autograd import Context
 from course.ops.linear_op import Product
 from course.ops.storage import allocate, free_memory, has_memory
 from course.parallel import mappings
-from course.parallel.data_parallel.gradients import GradientSync, divide_by_size, mean_op
+from course.parallel.data_parallel.gradients import GradientSync, add_partial_gradients, divide_by_size, mean_op
 from course.parallel.data_parallel.zero1 import castable_weights
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placement, Placements, owned_by_first
@@ -61,12 +61,12 @@ class FlatParameters:
     """Parameters that are gathered and reduced together: whole, one flat tensor; on each rank, one share of it.
 
     shard: the axis over which they are cut; replicate: the axis whose ranks hold the same share. dtype: that of the gathered
-    weights. sums: the dtype in which gradients are reduced. partial: the axis over which gradients are partial sums.
+    weights. sums: the dtype in which gradients are reduced.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, partial: Axis | None, dtype: torch.dtype,
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, dtype: torch.dtype,
                  sums: torch.dtype, shared: bool = False, products: Sequence[Product] = ()):
-        self.parameters, self.shard, self.replicate, self.partial = parameters, shard, replicate, partial
+        self.parameters, self.shard, self.replicate = parameters, shard, replicate
         self.sums = sums
         self.numel = sum(p.numel() for p in parameters)
         length = self.numel + -self.numel % shard.size
@@ -268,12 +268,12 @@ class FSDP(GradientSync):
             flats.setdefault(alike, []).append(parameter)
         made: list[FlatParameters] = []
         using: dict[int, list[FlatParameters]] = {}
-        for (users_at, narrow, small, average, parts), held in flats.items():
+        for (users_at, narrow, small, average, _), held in flats.items():
             shard, replicate = (layout.mesh.shard, layout.mesh.replicate) if average is layout.mesh.dp_cp else \
                 (average or Axis("none"), Axis("none"))
             dtype = low if narrow and low else held[0].dtype
             sums = dtype if settings.reduce_in == "matmul" else held[0].dtype
-            flat = FlatParameters(held, shard, replicate, parts, dtype, sums, len(users_at) > 1,
+            flat = FlatParameters(held, shard, replicate, dtype, sums, len(users_at) > 1,
                                   [products[parameter] for parameter in held] if small else ())
             flat.place_segments(layout.placements)
             fill(flat, layout.placements, draw)
@@ -370,11 +370,11 @@ class FSDP(GradientSync):
             flat.start_average()
         for flat in self.flats:
             flat.finish_average()
-        sum_partial(self.flats)
         for flat in self.flats:
             assert flat.gradient is not None
             for segment, here in flat.segments:
                 segment.grad = flat.gradient[here]
+        add_partial_gradients(self.optimizer_parameters, self.placements)           # a sum of means is the mean of sums
 
     def after_optimizer_step(self) -> None:
         """The gathered weights are old: free them or, in stage 2, begin to gather the new ones."""
@@ -431,22 +431,6 @@ def small_products(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Product]:
     uses = Counter(parameter for part in parts for parameter in part.parameters(recurse=False))
     return {part.weight: part.product for part in parts if isinstance(part, Linear) and part.product.small is not None
             and isinstance(part.weight, nn.Parameter) and uses[part.weight] == 1}
-
-
-def sum_partial(flats: Sequence[FlatParameters]) -> None:
-    """Complete gradients of which several ranks have a part: one all-reduce for each axis. A sum of means is the mean of sums."""
-    parts: dict[str, list[FlatParameters]] = {}
-    for flat in flats:
-        if flat.partial is not None:
-            parts.setdefault(flat.partial.name, []).append(flat)
-    for name in sorted(parts):
-        held = parts[name]
-        axis, gradients = held[0].partial, [flat.gradient for flat in held if flat.gradient is not None]
-        assert axis is not None
-        joined = torch.cat(gradients)
-        dist.all_reduce(joined, group=axis.group)
-        for gradient, whole in zip(gradients, joined.split([len(g) for g in gradients]), strict=True):
-            gradient.copy_(whole)
 
 
 def units_of(stage: Model) -> list[nn.Module]:
