@@ -27,6 +27,7 @@ from course.config import Config, schema, validation
 from course.config.axes import AXES
 from course.data import order
 from course.data.text import end_tokens
+from course.fp8 import native
 from course.inference.forecast_scores import read_config
 from course.models import build_model
 from course.ops.number_formats import working_dtype
@@ -154,7 +155,9 @@ def owned(settings: Config, rank: int, size: int) -> list[Placement]:
 
 def owned_in(settings: Config, mesh: Mesh) -> list[Placement]:
     """The placements of the parameters that this rank of a mesh owns. The model is built without memory."""
-    layout = parallelize(model := build_model(settings.model), mesh, settings.parallel)
+    model = build_model(settings.model)
+    native.convert(model, settings, mesh)           # weights that are gathered in 8 bits have a flat tensor of their own
+    layout = parallelize(model, mesh, settings.parallel)
     gradients = build_gradient_sync(model, layout, settings.parallel, working_dtype(settings.precision))
     return [where for p in gradients.optimizer_parameters if (where := layout.placements[p]).owner]
 
