@@ -23,9 +23,11 @@ from course.planner import collectives, memory, parameter_memory, step_time
 from course.planner.hardware import Hardware
 
 # keys that the search chooses unless the user fixes them
-KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
+KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "shard",
+                                           "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
-WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # `other_choices` tries all combinations
+# `other_choices` tries all combinations
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero", "parallel.shard")
 RECOMPUTE = ("none", "selective", "full")           # from fastest to smallest
 # of a GPU's memory: most measured peaks are within this share of the prediction (tests/planner/test_search.py)
 FREE = 0.05
@@ -188,10 +190,21 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
 
     Symmetric memory requires the tp ranks to share a node. Keys without effect on a layout stay unchanged.
     """
+    return [{**way, "parallel.context": context, **sharding}
+            for way, context, sharding in product(tensor_parallel_choices(asked, config), context_choices(asked, config),
+                                                  sharding_choices(asked, config))]
+
+
+def sharding_choices(asked: SearchRequest, config: Config) -> list[Choice]:
+    """ZeRO stages; stages 2 and 3 over all ranks of dp x cp, or over those of a node with copies on other nodes (hybrid)."""
     p = config.parallel
-    zeros = asked.values("parallel.zero", [1, 0, 2, 3]) if p.dp * p.cp > 1 else [p.zero]
-    return [{**way, "parallel.context": context, "parallel.zero": zero}
-            for way, context, zero in product(tensor_parallel_choices(asked, config), context_choices(asked, config), zeros)]
+    ranks = p.dp * p.cp
+    if ranks == 1:
+        return [{"parallel.zero": p.zero}]
+    near = max(count for count in divisors(ranks) if shard_shares_node(asked, config, count))
+    hybrid = [near] if 1 < near < ranks else []
+    return [{"parallel.zero": zero, "parallel.shard": shard} for zero in asked.values("parallel.zero", [1, 0, 2, 3])
+            for shard in asked.values("parallel.shard", [0, *hybrid] if zero >= 2 else [0])]
 
 
 def tensor_parallel_choices(asked: SearchRequest, config: Config) -> list[Choice]:
@@ -212,8 +225,19 @@ def context_choices(asked: SearchRequest, config: Config) -> list[str]:
 
 def tp_shares_node(asked: SearchRequest, config: Config) -> bool:
     """Whether the tp ranks of a layout share a node."""
-    stride = collectives.strides(config.parallel.order, {axis: getattr(config.parallel, axis) for axis in AXES})["tp"]
-    return collectives.share_node(((stride, config.parallel.tp),), asked.hardware, asked.gpus)
+    return collectives.share_node(((strides(config)["tp"], config.parallel.tp),), asked.hardware, asked.gpus)
+
+
+def shard_shares_node(asked: SearchRequest, config: Config, shard: int) -> bool:
+    """Whether the ranks that share one copy of the parameters share a node, with so many of dp x cp in each group."""
+    inner = math.gcd(shard, config.parallel.cp)
+    dims = sorted(((strides(config)["cp"], inner), (strides(config)["dp"], shard // inner)))
+    return collectives.share_node(tuple(dims), asked.hardware, asked.gpus)
+
+
+def strides(config: Config) -> dict[str, int]:
+    """Axis -> distance between neighboring ranks of a layout."""
+    return collectives.strides(config.parallel.order, {axis: getattr(config.parallel, axis) for axis in AXES})
 
 
 def rank_orders(asked: SearchRequest, config: Config) -> list[str]:
@@ -256,6 +280,8 @@ def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Confi
     alike: dict[Any, Choice] = {}
     for others in choices:                                   # the first of those that need the same memory
         if others["parallel.zero"] in (0, 2) and some_stages:           # 1 and 3 need less
+            continue
+        if others.get("parallel.shard") and "parallel.shard" not in asked.fixed:        # over all ranks needs less
             continue
         alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)
     micro = micro_batch_sizes(asked, start)[0]

@@ -49,16 +49,18 @@ def every_variant(config, gpus):
         if p.pp > 1:
             schedules += [("gpipe", 1)] + [("interleaved", v) for v in range(2, config.model.depth // p.pp + 1)]
         contexts = ["ring", "gather", "all_to_all"] if p.cp > 1 else [p.context]
-        zeros = [0, 1, 2, 3] if p.dp * p.cp > 1 else [p.zero]
+        ranks = p.dp * p.cp
+        stages = [(zero, shard) for zero in range(4) for shard in [0, *(divisors(ranks)[1:-1] if zero > 1 else [])]]
+        stages = stages if ranks > 1 else [(p.zero, p.shard)]
         long = [axis for axis in search_space.AXES if sizes[axis] > 1]
         orders = ["-".join([*names, *(axis for axis in search_space.AXES if axis not in long)]) for names in permutations(long)]
-        for (sp, overlap), (schedule, v), context, zero, order, micro, how in product(
-                ways, schedules, contexts, zeros, orders, divisors(config.train.global_batch // p.dp), search_space.RECOMPUTE):
+        for (sp, overlap), (schedule, v), context, (zero, shard), order, micro, how in product(
+                ways, schedules, contexts, stages, orders, divisors(config.train.global_batch // p.dp), search_space.RECOMPUTE):
             if overlap == "symmetric" and collectives.strides(order, sizes)["tp"] * p.tp > NODE:
                 continue
             c = replace(config, train=replace(config.train, micro_batch=micro, recompute=how),
                         parallel=replace(p, sp=sp, overlap=overlap, schedule=schedule, chunks=v, context=context, zero=zero,
-                                         order=order))
+                                         shard=shard, order=order))
             if not refusal(c):
                 yield c
 
@@ -477,3 +479,14 @@ def test_hardware_of_ones_own_and_words_that_are_wrong(monkeypatch, capsys, tmp_
                         (["gpt-124m", "--gpus", "2", "--hardware", "h200", "parallel.tpp=2"], "no key 'parallel.tpp'")):
         assert call(monkeypatch, capsys, *words)[0] == 1
         assert says in call(monkeypatch, capsys, *words)[1]
+
+
+def test_across_slow_links_weights_are_sharded_within_a_node():
+    """Each node holds a copy: then only gradients, not weights, cross the slow link. Over fast links all ranks share one copy."""
+    slow = replace(H100, links=(H100.links[0], replace(H100.links[1], bandwidth=H100.links[1].bandwidth / 50)))
+    pure = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "parallel.zero=3", "train.global_batch=64"]
+    fixed = [setting.partition("=")[0] for setting in pure[:-1]]
+    hybrid = find_layouts(load("gpt-1.3b", pure), slow, 64, fixed).layouts[0].config.parallel
+    assert hybrid.shard == H100.links[0].span
+    whole = find_layouts(load("gpt-1.3b", pure), slow, 64, [*fixed, "parallel.shard"]).layouts[0]
+    assert whole.config.parallel.shard == 0
