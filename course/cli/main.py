@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import io
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from course.cli import torchrun
 from course.cli.bench import bench
 from course.cli.data import data
 from course.cli.options import KEYS, SETTINGS, Overrides, Preset, numbers, say_next
@@ -76,10 +78,11 @@ def verify(preset: Preset, settings: Overrides = None,
 def plan(preset: Preset,
          settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="settings to keep fixed, such as parallel.tp=2 "
                                                               "precision=fp8 train.global_batch=512; others are chosen")] = None,
-         *, gpus: Annotated[int, typer.Option(help="number of GPUs")],
+         *, gpus: Annotated[int, typer.Option(show_default=False, help="number of GPUs; required")] = 0,
          hardware: Annotated[str,
-                             typer.Option(help="v100-16, a100-80, h20, h100-80, h200, b200 ... (course/planner/hardware.yaml), "
-                                          "or your own YAML file: `base: h100-80` and the values that differ")],
+                             typer.Option(help="required: v100-16, a100-80, h20, h100-80, h200, b200 ... "
+                                          "(course/planner/hardware.yaml), or your own YAML file: `base: h100-80` and the values "
+                                          "that differ")] = "",
          top: Annotated[int, typer.Option(min=1, help="number of layouts to show")] = 10,
          tokens: Annotated[float, typer.Option(help="also print time and GPU-hours for this many tokens, such as 300e9")] = 0,
          samples: Annotated[float, typer.Option(help="the same in samples, for models other than GPT")] = 0,
@@ -94,6 +97,9 @@ def plan(preset: Preset,
     Each line splits the GPUs into pp x dp x cp x tp, with the best micro-batch, schedule and recomputation for this split.
     The command builds and runs nothing, so it also works for GPUs that you do not have.
     """
+    if missing := [name for name, value in (("--gpus", gpus), ("--hardware", hardware)) if not value]:
+        example = shlex.join([preset, *(settings or []), "--gpus", str(gpus or 8), "--hardware", hardware or "h100-80"])
+        raise CourseError(f"course plan needs {' and '.join(missing)}, for example: course plan {example}")
     from course.cli import plan
 
     plan.main(preset, settings or [], gpus, hardware, top, tokens, samples, [word for word in precisions.split(",") if word],
@@ -373,6 +379,8 @@ def main() -> None:
     try:
         app()
     except CourseError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            torchrun.exit_with(last_words(error))
         sys.exit(f"course: {last_words(error)}")
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):

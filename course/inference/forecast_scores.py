@@ -58,6 +58,8 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
     if settings.data.source == "mock":
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
     device = device_of(settings)
+    print(f"{run}: forecasts of {DAYS} days from up to {samples} times in the {split} years, on {device.type}, compared with "
+          "persistence, climatology and a linear regression", flush=True)
     model, step = load_model(run, settings, device, average)
     settings = replace(settings, data=replace(settings.data, pairs="all"))              # a forecast may start at any entry
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")

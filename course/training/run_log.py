@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
 
+from course.training.trackers import Tracker
 from course.utils.atomic_files import atomic, read_file
 from course.utils.errors import CourseError
 from course.utils.machine import in_notebook
@@ -71,16 +73,18 @@ class RunLog:
     """Use as a context: `log` writes one record of scalars, `say` a line of text, `picture` a figure.
 
     speaks: whether this rank writes. every: steps between two records. configure: writes the run's configuration.
+    open_trackers: begins the run's record at tracking services.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool, every: int = 1,
-                 configure: Callable[[], None] | None = None):
+                 configure: Callable[[], None] | None = None, open_trackers: Callable[[], list[Tracker]] = list):
         self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
         self.tensorboard, self.configure = tensorboard, configure
         self._bar: Any = None
         self._told = 0                               # number of records printed
         self._lines: Lines | None = None             # of metrics.jsonl
         self._board: Any = None
+        self._trackers: list[Tracker] = []
         self.saved: Path | None = None               # the newest checkpoint since this start
         if not speaks:
             return
@@ -91,6 +95,7 @@ class RunLog:
             configure()
         if tensorboard:
             self._board = self._new_board()
+        self._trackers = open_trackers()
         if interactive():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
         if strange:
@@ -118,6 +123,8 @@ class RunLog:
         if self._board is not None:
             with suppress(OSError):
                 self._board.close()
+        for tracker in self._trackers:
+            self._track(tracker, tracker.close)
         if failed and error is None:
             raise CourseError(f"{failed}: the same command resumes from what is still there")
 
@@ -159,8 +166,8 @@ class RunLog:
             self._draw(record)
 
     def say(self, text: str) -> None:
-        """Print a line of text without breaking the progress bar."""
-        if self.speaks:
+        """Print a line of text, if there is any, without breaking the progress bar."""
+        if self.speaks and text:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
@@ -171,6 +178,8 @@ class RunLog:
         if failed := self._write(json.dumps(finite(record)) + "\n"):
             self.say(f"WARNING: {failed}: its lines wait until it can")
         self._draw(record)
+        for tracker in self._trackers:
+            self._track(tracker, partial(tracker.send, dict(scalars(record)), record["step"]))
         if self._bar is None:
             self.say(line(record, self.steps))
             self._told += 1
@@ -181,6 +190,15 @@ class RunLog:
             self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record['samples_per_s']:.1f} samples/s")
             if "valid_loss" in record:
                 self.say(line(record, self.steps))
+
+    def _track(self, tracker: Tracker, action: Callable[[], object]) -> None:
+        """Use a tracking service. If it fails, in whatever way, training goes on without it."""
+        try:
+            action()
+        except Exception as error:
+            self.say(f"WARNING: {tracker.setting} failed ({type(error).__name__}: {error}): nothing more is sent until a new "
+                     "start; metrics.jsonl has all")
+            self._trackers = [other for other in self._trackers if other is not tracker]
 
     def _write(self, text: str = "") -> str:
         """Add to metrics.jsonl; returns what cannot be written and why, or "". Unwritten text goes before the next line."""

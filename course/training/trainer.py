@@ -21,12 +21,13 @@ from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens
 from course.models import GPTConfig, build_model
 from course.parallel import Mesh, agree, build_mesh, joined
-from course.parallel.mesh import wait_at_most
+from course.parallel.mesh import launched, wait_at_most
 from course.parallel.pipeline_parallel.schedules import bubble
 from course.planner import flops, memory_check
 from course.resilience.folder_lock import only_writer
 from course.resilience.preemption import StopSignal
 from course.resilience.stall_watchdog import Watchdog, slow_step_seconds
+from course.training import trackers
 from course.training.assemble import Training, assemble
 from course.training.profiler import ProfileWindow, part
 from course.training.run_log import RunLog, Stopwatch, memory_gb
@@ -34,10 +35,12 @@ from course.training.step import Progress
 from course.training.validation import Validation
 from course.utils.atomic_files import check_kind
 from course.utils.errors import CourseError
+from course.utils.machine import OtherPrograms
 
 AHEAD = 2                                            # most steps that the host is ahead of a GPU
 PATIENCE = 1800.0                                    # least timeout of collectives in seconds, PyTorch's default
 LONG = 10**9                                        # above this number of weights, a line says that drawing them takes long
+LOAD_AFTER = 5.0                                    # seconds over which it measures what other programs keep busy
 HOPELESS = 10                                        # consecutive steps without an update after which a run gives up
 ORDER = ("source", "path", "lead", "train_samples")  # keys of `data` that, with the files, determine each sample's number
 
@@ -54,6 +57,7 @@ def train(config: Config) -> tuple[Path, bool]:
     with joined(config.train.device) as world:
         if sentence := refusal(config):              # first: no number of processes would cure it
             raise CourseError(sentence)
+        trackers.check_installed(config)
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
             memory_check.check(config, mesh)
@@ -89,9 +93,11 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)
     validation = Validation.of(config, training.layout)
     watch, pace = Stopwatch(mesh.world.device), LaunchThrottle(mesh.world.device)
+    others: OtherPrograms | None = OtherPrograms(siblings=launched())
     look = ProfileWindow(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (RunLog(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
-                 lambda: write_run_files(config, run)) as report, StopSignal(mesh.all) as stop,
+                 lambda: write_run_files(config, run), lambda: trackers.open_trackers(config, run)) as report,
+          StopSignal(mesh.all) as stop,
           closing(batches), look.open):              # after the data is found readable: a refused run leaves no files
         report.say(banner(config, mesh, run) + bubble_warning(config, mesh))
         for number in range(start + 1, t.steps + 1):
@@ -117,6 +123,9 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                     record |= validation.run(model, report, number)
                 report.restore()
                 report.log(record)
+                if others and others.seconds() > LOAD_AFTER:
+                    report.say(load_warning(others))
+                    others = None
                 give_up_if_hopeless(progress, run)
                 watch.restart()
             if is_due(number, config.checkpoint.every, last or stopping):
@@ -129,6 +138,13 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                            "the same command goes on from there")
                 return not last
     return False
+
+
+def load_warning(others: OtherPrograms) -> str:
+    """That other programs keep a quarter of the cores busy, which slows this run down; "" if they do not."""
+    busy, cores = others.busy_cores(), len(others.cores)
+    return "" if busy < max(0.5, cores / 4) else (
+        f"other programs keep {busy:.1f} of {cores} cores busy: this run is slower than on a quiet machine")
 
 
 class LaunchThrottle:

@@ -9,8 +9,12 @@ from pathlib import Path
 class CourseError(Exception):
     """Bad input, explained in one sentence: what is wrong, where, and what to do.
 
-    The command line prints the sentence without a traceback and exits with status 1.
+    The command line prints the sentence without a traceback and exits with status 1. A notebook shows the sentence alone.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"\x1b[31m{self}\x1b[0m"]
 
 
 def does_not_exist(path: Path) -> str:

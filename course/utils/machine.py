@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from multiprocessing import process, util
 
@@ -31,6 +32,46 @@ def machine_load() -> str:
     memory = psutil.virtual_memory()
     return (f"this machine has a load of {os.getloadavg()[0]:.1f} on {cores()} cores, and {memory.available / 1e9:.1f} of "
             f"{memory.total / 1e9:.1f} GB of memory are free")
+
+
+class OtherPrograms:
+    """Measures, from its creation on, how many of this process's cores other programs keep busy.
+
+    siblings: the other processes of the same parent, such as torchrun's ranks, are no other programs.
+    """
+
+    def __init__(self, siblings: bool = False):
+        import psutil
+
+        self.own = psutil.Process()
+        with suppress(psutil.Error):                 # a parent outside this container cannot be seen
+            self.own = psutil.Process(os.getppid()) if siblings else self.own
+        self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(psutil.cpu_count())]
+        psutil.cpu_percent(percpu=True)              # starts its interval
+        self.start, self.before = time.perf_counter(), self.own_seconds()
+
+    def own_seconds(self) -> dict[int, float]:
+        """Processor time so far of each own process."""
+        import psutil
+
+        seconds = {}
+        for one in [self.own, *self.own.children(recursive=True)]:
+            with suppress(psutil.Error):             # it has ended: its parent's time has it
+                seconds[one.pid] = sum(one.cpu_times()[:4])             # user and system, its own and its ended children's
+        return seconds
+
+    def seconds(self) -> float:
+        """Since when, in seconds."""
+        return time.perf_counter() - self.start
+
+    def busy_cores(self) -> float:
+        """Cores that other programs kept busy on average."""
+        import psutil
+
+        percent = psutil.cpu_percent(percpu=True)
+        busy = sum(percent[core] for core in self.cores if core < len(percent)) / 100
+        own = sum(max(0.0, seconds - self.before.get(pid, 0.0)) for pid, seconds in self.own_seconds().items())
+        return max(0.0, busy - own / self.seconds())
 
 
 def end_with_parent() -> None:

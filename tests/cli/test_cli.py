@@ -95,6 +95,14 @@ def test_bad_input_is_one_sentence_with_the_cure(monkeypatch, capsys, tmp_path, 
         assert word in text, text
 
 
+@pytest.mark.parametrize(("options", "missing"), [([], "--gpus and --hardware"), (["--gpus", "8"], "--hardware"),
+                                                  (["--hardware", "h100-80"], "--gpus")])
+def test_plan_names_all_missing_options_in_an_example(monkeypatch, capsys, options, missing):
+    status, text = call(monkeypatch, capsys, "plan", "gpt-7b", "parallel.tp=2", *options)
+    assert status == 1 and text.strip() == (f"course: course plan needs {missing}, for example: course plan gpt-7b parallel.tp=2 "
+                                            "--gpus 8 --hardware h100-80")
+
+
 def test_an_unknown_exercise_is_answered_with_those_of_the_lesson(monkeypatch, capsys, tmp_path):
     from course.lab.grading.submissions import exercises_of_lesson
 

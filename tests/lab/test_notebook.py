@@ -121,8 +121,9 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     def matmul_cost():
         """As a learner passes it, without quotes."""
 
-    with pytest.raises(CourseError, match=r'named in quotes: check\("matmul-cost"\)'):
+    with pytest.raises(CourseError, match=r'named in quotes: check\("matmul-cost"\)') as caught:
         notebook.check(matmul_cost)
+    assert caught.value._render_traceback_() == [f"\x1b[31m{caught.value}\x1b[0m"]             # no traceback in a notebook
     with pytest.raises(notebook.CheckFailed):
         notebook.check("matmul-cost")
     assert "matmul_cost is not defined" in capsys.readouterr().out

@@ -62,6 +62,13 @@ def test_one_process_is_not_compared_with_itself():
         verify.main("vit-demo", SMALL)
 
 
+@pytest.mark.parametrize(("settings", "said"), [(["parallel.zero=2"], "cp=1 tp=1 zero=2 against"), ([], "cp=1 tp=1 against")])
+def test_the_layout_that_was_compared_is_named(settings, said, capsys):
+    settings = config.load("vit-demo", [*verify.DEFAULTS, "parallel.dp=2", *settings])
+    assert verify.tell(settings, [verify.Gap(1, name, 0.0, 1e-2) for name in ("loss", "a")])
+    assert said in capsys.readouterr().out
+
+
 def test_a_nan_is_different():
     assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.5, 1.0).wrong
     assert not verify.Gap(1, "x", 0.1, 0.2).wrong and verify.Gap(1, "x", 0.2, 0.1).wrong

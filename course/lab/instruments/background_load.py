@@ -1,20 +1,15 @@
 """Check that this machine is idle. Other programs slow a measurement down, and the number does not show it."""
 
-import os
 import time
 
-import psutil
+from course.utils.machine import OtherPrograms
 
 
 def busy_cores(seconds: float = 0.5) -> tuple[float, int]:
     """(cores that other programs keep busy, on average over `seconds`; cores that this process may use)."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(psutil.cpu_count())
-    psutil.cpu_percent(percpu=True)                  # starts the interval
-    mine = time.process_time()
+    others = OtherPrograms()
     time.sleep(seconds)
-    percent = psutil.cpu_percent(percpu=True)
-    busy = sum(percent[core] for core in cores if core < len(percent)) / 100
-    return max(0.0, busy - (time.process_time() - mine) / seconds), len(cores)
+    return others.busy_cores(), len(others.cores)
 
 
 def report() -> None:
