@@ -5,7 +5,6 @@ attention, and the lesson's kernels in each of the configurations below. Beside 
 report: registers and spilled registers of a thread, shared memory of a program, and how many programs fit on a multiprocessor.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from course.lab.exercises.lesson19_flash_attention import Tiles
 from course.lab.instruments import kernel_tuning
 from course.ops.triton_language import triton
 from course.parallel import joined
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 SHAPES = [(B, 16, T, D) for D in (64, 128) for B, T in ((4, 4096), (1, 16384))]         # samples, heads, tokens, head dim
 CANDIDATES = {
@@ -174,8 +173,7 @@ def main(file: Path, small: bool) -> None:
                             "one head against float32; who: lesson (rows with `best`: the fastest configurations), flash and "
                             "cuDNN (PyTorch's), library (course.ops.packed_attention_triton)",
                  "rows": rows}
-    with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(file, found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Each forward and backward in bf16: eager, compiled, and with `course.ops.fused_a
 CPU. Bytes: the least that forward and backward must read and write. Timed in a CUDA graph, to exclude launch overhead.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from course.bench.command_line import command
 from course.models.dit import modulate, plain_norm
 from course.ops import fused_add_norm
 from course.parallel import joined
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 SIZES = ((64, 256, 1152), (32, 1024, 1152), (4, 4096, 3072))            # samples, tokens, width: DiT-XL/2 at 256 and 512 px, 3B
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -102,8 +101,7 @@ def main(file: Path, small: bool) -> None:
                  "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "
                             "least to be moved",
                  "rows": measure(world.device, small)}
-    with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(file, found)
 
 
 if __name__ == "__main__":

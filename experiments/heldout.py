@@ -37,7 +37,7 @@ from course.planner.rank_workload import workload_of
 from course.planner.step_time import Time
 from course.training.assemble import assemble
 from course.training.run_log import memory_gb
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # seed of each list
@@ -216,9 +216,8 @@ if __name__ == "__main__":
     with command("LIST FILE, or draw LIST") as words:
         if words[0] == "draw":
             seed = SEEDS[words[1]]
-            with atomic(FOLDER / f"{words[1]}.json") as temporary:
-                record = {"seed": seed, "grid": GRID, "configurations": drawn(seed)}
-                temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            record = {"seed": seed, "grid": GRID, "configurations": drawn(seed)}
+            write_json(FOLDER / f"{words[1]}.json", record)
         elif words[0] == "run":
             measured = measure(words[1], words[2])
             if measured.pop("rank") == 0:

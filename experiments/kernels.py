@@ -5,7 +5,6 @@ PyTorch's, those that torch.compile generates, and the library's. The smallest m
 do not. Timed in a CUDA graph, to exclude launch overhead. The error of each result is relative to PyTorch's.
 """
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from course.lab.instruments import kernel_speed
 from course.lab.instruments.kernel_speed import Call
 from course.ops.triton_language import triton
 from course.parallel import joined
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 SIZES = ((4096, 1024), (65536, 1152), (65536, 4096))                    # rows, columns
 
@@ -61,8 +60,7 @@ def main(file: Path, small: bool) -> None:
                             "second; error: relative difference from PyTorch's result; who: lesson, PyTorch (eager), compiled "
                             "(torch.compile), library (course.ops; its GELU takes a sum with the bias)",
                  "rows": rows}
-    with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(file, found)
 
 
 if __name__ == "__main__":

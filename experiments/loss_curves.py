@@ -3,7 +3,6 @@
 --small takes seconds on a CPU. The task and the cases are those of lesson 04 (`course/lab/instruments/loss_curves.py`).
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from course.bench import timing
 from course.bench.command_line import command
 from course.lab.instruments.loss_curves import CASES, FROZEN, MEAN, REFERENCE, STEPS, gap, losses, means
 from course.parallel import joined
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 SMALL = 60                                          # steps of --small
 
@@ -49,8 +48,7 @@ def main(file: Path, small: bool) -> None:
         print(f"{name:32s} ends at {means(torch.tensor(found['curves'][name]))[-1]:.4f}, at most {value:7.2%} from bf16's")
     for name, why in found["skipped"].items():
         print(f"{name:32s} left out: {why}")
-    with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write_json(file, found)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from course.planner.search import find_layouts
 from course.planner.search_space import Choice, changed, settings
 from course.training.assemble import assemble
 from course.training.run_log import memory_gb
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 GPUS, LAPS = 4, 5
@@ -57,10 +57,10 @@ def cases_of(preset: str, own: Sequence[str], h: Hardware, gpus: int, most: int 
     plan = find_layouts(config, h, gpus)
     chosen = plan.layouts[:most or None]
     found = [case(preset, own, config, one.config, h, gpus, place) for place, one in enumerate(chosen, 1)]
-    return found + [case(preset, own, config, one, h, gpus, 0) for one in neighbours(chosen[0].config, h)]
+    return found + [case(preset, own, config, one, h, gpus, 0) for one in neighbors(chosen[0].config, h)]
 
 
-def neighbours(first: Config, h: Hardware) -> list[Config]:
+def neighbors(first: Config, h: Hardware) -> list[Config]:
     """Variants of the first choice with one setting changed that are valid and fit into memory."""
     t, p = first.train, first.parallel
     changes: list[Choice] = [{"train.micro_batch": max(1, t.micro_batch // 2)}]
@@ -93,7 +93,7 @@ def main(file: Path, small: bool) -> None:
     head = {**timing.machine(torch.device("cpu" if small else "cuda")), "command": "python -m experiments.planner_choice FILE",
             "kernels": kernel_efficiency.source(h), "predicted_for": h.name,
             "meaning": f"{TOYS}; without it " * small + "whole training steps of the planner's layouts for "
-                       f"{n} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbour of "
+                       f"{n} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbor of "
                        "its first choice. verdict: the first choice's time over the fastest's"}
     if small:
         print(TOYS, flush=True)
@@ -109,8 +109,7 @@ def main(file: Path, small: bool) -> None:
             for row in waiting.values():
                 rows.add(row | {"error": "not measured: the processes ended before"})
     ends = verdict(rows.rows)
-    with atomic(file) as temporary:
-        temporary.write_text(json.dumps({**head, "verdict": ends, "rows": rows.rows}, indent=1), encoding="utf-8")
+    write_json(file, {**head, "verdict": ends, "rows": rows.rows})
     for preset, ratio in ends.items():
         print(f"{preset}: the first choice takes {ratio:.3f} of the fastest's time" + ("" if ratio <= CLAIM else ", too much"))
 

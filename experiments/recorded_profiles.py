@@ -21,7 +21,7 @@ from course.bench.one_gpu_configs import SMALL
 from course.lab.figures.profile import last_step
 from course.parallel import join, leave
 from course.training import profile_run, trace_breakdown
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 REFERENCE = ("data.source=mock",)                    # vit-short: 360 x 720, width 384, 16 samples
 ALONE = {"16 samples, tf32": REFERENCE, "16 samples, bf16": (*REFERENCE, "precision=bf16"),
@@ -53,8 +53,7 @@ def main(file: Path, names: list[str]) -> None:
             print(name, found["accounts"][name]["time"], flush=True)
             torch._dynamo.reset()
     if world.rank == 0:
-        with atomic(file) as temporary:
-            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        write_json(file, found)
     leave()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from course.bench.command_line import command
 from course.bench.results import FOLDER
 from course.bench.scaling_efficiency import judge
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 
 MEANING = {
     "tp": "8 layers of hidden 4096, 4 x 4096 tokens, bf16, forward and backward; efficiency: time on one GPU over GPUs x time",
@@ -34,8 +34,7 @@ def main(folder: Path, results: Path = FOLDER) -> None:
         if found:
             rows = judge(kind, [row for part in found for row in part["rows"]])
             head = {key: value for key, value in found[0].items() if key != "rows"}
-            with atomic(results / f"{kind}_h200.json") as file:
-                file.write_text(json.dumps({**head, "meaning": meaning, "rows": rows}, indent=1), encoding="utf-8")
+            write_json(results / f"{kind}_h200.json", {**head, "meaning": meaning, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 Row = dict[str, Any]
@@ -96,5 +96,4 @@ class Rows:
         """Insert a row in order and rewrite the file. Raises `ValueError` if its key is not in `order`."""
         self.rows.append(row)
         self.rows.sort(key=lambda row: self.order.index(row[self.key]))
-        with atomic(self.file) as temporary:
-            temporary.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1), encoding="utf-8")
+        write_json(self.file, {**self.head, "rows": self.rows})

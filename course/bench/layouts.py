@@ -31,7 +31,7 @@ from course.training.assemble import assemble
 from course.training.compile import compile_parts
 from course.training.optimizer import build_optimizer
 from course.training.step import Progress, build_compute
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 
@@ -344,9 +344,8 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
         raise CourseError(f"course bench {kind} compares several GPUs, and this machine shows one: run it on a machine with "
                           "more, or try it with --small")
     table = json.loads(file.read_text(encoding="utf-8"))
-    with atomic(file) as temporary:
-        rows = scaling_efficiency.judge(kind, table["rows"])
-        temporary.write_text(json.dumps(table | {"rows": rows}, indent=1), encoding="utf-8")
+    rows = scaling_efficiency.judge(kind, table["rows"])
+    write_json(file, table | {"rows": rows})
     for row in table["rows"]:
         result = row.get("error") or f"{row['ms']:9.2f} ms"
         share = f"  {row['efficiency']:4.0%} efficient" if "efficiency" in row else ""

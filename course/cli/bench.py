@@ -77,13 +77,11 @@ def measured_device(name: str) -> Any:
 
 def record(found: dict[str, Any], out: Path | None) -> None:
     """Write the measurements to a JSON file, if one is named."""
-    import json
 
-    from course.utils.atomic_files import atomic
+    from course.utils.atomic_files import write_json
 
     if out:
-        with atomic(out) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(out, found)
 
 
 MODELS = {"vit": "the weather ViT", "gpt": "GPT-2's architecture, 124M to 1.3B", "dit": "DiT-XL/2 at 256 and 512 pixels"}

@@ -1,6 +1,5 @@
 """`course plan`: print a plan as a table, how long a training takes, and the command that starts it."""
 
-import json
 import math
 import re
 import shlex
@@ -19,7 +18,7 @@ from course.planner import flops, host_overhead, infeasible, kernel_efficiency
 from course.planner import hardware as hardware_presets
 from course.planner.search import Layout, Plan, as_plain, find_layouts
 from course.planner.search_space import FREE, KEYS, settings
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 HIDDEN = 0.03                                       # parts below this share of a step are not named
@@ -51,8 +50,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
                                  "host": host_overhead.source(plan.hardware)}
         if count:
             contents["training"] = training(plan, chosen, count)
-        with atomic(out) as temporary:
-            temporary.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+        write_json(out, contents)
         print(f"wrote {out}", file=sys.stderr if launch else sys.stdout)             # with --launch a shell may read the output
     if line := partly(plan):
         print(line, file=sys.stderr if launch else sys.stdout)

@@ -1,6 +1,5 @@
 """`course evaluate RUN`: score a trained model on years that it never saw."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from course.parallel import initialize, serial_layout
 from course.planner import memory_check
 from course.training.validation import forward_only, headline, row_weights
 from course.utils import plots
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 DAYS = 5                                             # how far the model is rolled forward, at least one step
@@ -183,8 +182,7 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
               "rmse": {method: values.tolist() for method, values in scores.rmse.items()},
               "better_than_persistence": float(1 - model / persistence), "lead_days": scores.hours[last] / 24,
               "files": sorted(map(str, files))}
-    with atomic(folder / "scores.json") as file:
-        file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    write_json(folder / "scores.json", result)
     return result
 
 
@@ -202,7 +200,7 @@ def show(run: Path, scores: Scores, channels: list[str], pictured: int, result: 
                       *three_digits([*now, *(scores.rmse["model"][scores.hours.index(h), i] for h in later)]))
     Console().print(table)
     model, regression, persistence = (scores.rmse[method][0, pictured] for method in ("model", "regression", "persistence"))
-    print(f"linear regression on neighbouring grid points: {result['channel']} RMSE {first} h {regression:.3g}")
+    print(f"linear regression on neighboring grid points: {result['channel']} RMSE {first} h {regression:.3g}")
     for file in result["files"]:
         print(f"picture: {file}")
     print(f"curves: tensorboard --logdir {run / 'tensorboard'}")

@@ -3,6 +3,7 @@
 import codecs
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -162,3 +163,9 @@ def os_error_cure(error: BaseException, otherwise: str) -> str:
     if number in (errno.ENOENT, errno.ENOTDIR):
         return "it is not there: mind its name, or restore the file and run again"
     return "the file itself may be good: see to what the system says, and run again" if number > 0 else otherwise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as indented JSON, whole or not at all."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from course.data.latents.shards import SPLITS
 from course.data.latents.vae import PictureEncoder
 from course.data.weather.layout import open_data_file
 from course.resilience.folder_lock import only_maker
-from course.utils.atomic_files import atomic, os_error_cure, read_text
+from course.utils.atomic_files import atomic, os_error_cure, read_text, write_json
 from course.utils.errors import CourseError
 
 SD_SCALE = 0.18215                                  # scales the latents of Stable Diffusion's VAE to a std of about 1
@@ -272,8 +272,7 @@ def write_summary(out: Path, shards: list[Shard], shape: tuple[int, ...], scale:
         with atomic(out / "damaged.txt") as file:
             file.write_text("\n".join(damaged) + "\n", encoding="utf-8")
         print(f"{len(damaged)} files are damaged and left out, all named in {out / 'damaged.txt'}; the first: {damaged[0]}")
-    with atomic(out / "latents.json") as file:
-        file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "latents.json", made)
     print(f"wrote {out}: {sum(counts.values())} latents of {list(shape)} in {len(names)} classes; standard deviation {size:.3g}")
     if math.isfinite(size) and not 0.5 < size < 2:
         print("diffusion expects a standard deviation of about 1: pack again into another folder with --scale "

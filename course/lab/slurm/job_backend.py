@@ -29,7 +29,7 @@ from course.lab.authoring import stubs
 from course.lab.slurm import fake_slurm, local_cluster, script_parser
 from course.lab.slurm.local_cluster import FINISHED_STATES, Cluster, wait_until
 from course.training.run_log import read_metrics
-from course.utils.atomic_files import atomic
+from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
 ROOT = stubs.PACKAGE.parent
@@ -232,6 +232,5 @@ def wait_for_step(run: Path, step: int, nodes: Slurm | EmulatedSlurm, job: int) 
 
 def record_job(run: Path, job: Job) -> None:
     """Save the job that wrote a run in the run's folder, for the report."""
-    with atomic(run / JOB_FILE) as temporary:
-        fields = {name: value for name, value in asdict(job).items() if name != "log"}
-        temporary.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    fields = {name: value for name, value in asdict(job).items() if name != "log"}
+    write_json(run / JOB_FILE, fields)
