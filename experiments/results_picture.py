@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from course.bench.command_line import command
 from course.bench.results import load
 from course.utils import plots
+from course.utils.colors import BLUE, ORANGE
 
-OURS, THEIRS = "#0072B2", "#D55E00"                  # color-blind-safe
+OURS, THEIRS = BLUE, ORANGE
 ONE_GPU = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
           "bf16": "bf16, on the device", "compiled": "bf16, compiled", "narrow stream": "bf16, compiled, narrow stream",
           "fed by threads": "bf16, compiled, threads", "fed by DALI": "bf16, compiled, DALI"}
@@ -75,19 +76,19 @@ def draw() -> Figure:
     second.set_xlabel("times as fast as what stands after the colon")
     second.set_title("beside what one would take instead")
     shares = four()
-    for which, (shift, colour) in enumerate(((-0.2, OURS), (0.2, THEIRS))):
+    for which, (shift, color) in enumerate(((-0.2, OURS), (0.2, THEIRS))):
         places = [i + shift for i in range(len(shares))]
-        bars(third, {name: both[which] for name, both in shares.items()}, places, colour, "{:.0%}", 0.38)
+        bars(third, {name: both[which] for name, both in shares.items()}, places, color, "{:.0%}", 0.38)
     third.set_yticks(range(len(shares)), list(shares))
     third.set_xlabel("efficiency; orange: PyTorch's own")
     third.set_title("four H200s")
     return figure
 
 
-def bars(axis: Any, values: dict[str, float], places: Iterable[float], colour: str, form: str, height: float = 0.7) -> None:
+def bars(axis: Any, values: dict[str, float], places: Iterable[float], color: str, form: str, height: float = 0.7) -> None:
     """Draw horizontal bars, the first on top, each with its value."""
     places = list(places)
-    drawn = axis.barh(places, list(values.values()), height=height, color=colour)
+    drawn = axis.barh(places, list(values.values()), height=height, color=color)
     axis.bar_label(drawn, [form.format(value) for value in values.values()], padding=3, fontsize=8)
     axis.set_yticks(places, list(values))
     axis.set_ylim(max(len(values), 1) - 0.4, -0.6)

@@ -572,14 +572,14 @@ truths = [torch.from_numpy(test.state(40, ahead)) for ahead in range(9)]
 forecasts = [truths[0]]
 for _ in range(8):
     forecasts.append(one_step(forecasts[-1][None])[0])
-colours = plots.scale_of(torch.stack(truths)[:, u10].numpy(), torch.stack(forecasts)[:, u10].numpy())
+colors = plots.scale_of(torch.stack(truths)[:, u10].numpy(), torch.stack(forecasts)[:, u10].numpy())
 
 
 def forecast_at(hours: int):
     """Truth, forecast and error in standard deviations."""
     ahead = hours // 6
     return plots.truth_forecast_error(truths[ahead][u10].numpy(), forecasts[ahead][u10].numpy(),
-                                      f"u10 after {hours} hours (standard deviations)", scale=colours)
+                                      f"u10 after {hours} hours (standard deviations)", scale=colors)
 
 
 slider = widgets.explore(forecast_at, hours=[6, 12, 18, 24, 30, 36, 42, 48],

@@ -288,7 +288,7 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points, "
 
 # %% exercise="kernels"
 def kernels(operators: Sequence[str]) -> int:
-    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbours of other kinds share."""
+    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbors of other kinds share."""
     ### BEGIN SOLUTION
     count, alone = 0, True
     for kind in operators:

@@ -307,7 +307,7 @@ my_ring_megabytes = 3.57         # your prediction
 
 # %% exercise="ring-all-reduce"
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of x over the axis, in new memory, made of sends to the right neighbour and receives from the left one."""
+    """The sum of x over the axis, in new memory, made of sends to the right neighbor and receives from the left one."""
     ### BEGIN SOLUTION
     total = x.clone()
     pieces = total.view(-1).tensor_split(axis.size)

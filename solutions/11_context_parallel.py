@@ -382,7 +382,7 @@ my_percent = 100.0               # your prediction, for 4 ranks
 
 # %%
 def one_piece_each(turn: int):
-    """A round of a causal ring in which every rank has neighbouring tokens."""
+    """A round of a causal ring in which every rank has neighboring tokens."""
     return context_parallel.ring(4, zigzag=False, turn=turn)
 
 

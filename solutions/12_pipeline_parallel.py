@@ -363,7 +363,7 @@ assert equal
 # activation forward, the other a gradient back. Suppose each sends first and then receives. Lesson 07 did this in a ring:
 
 # %%
-def neighbours() -> str:
+def neighbors() -> str:
     """Two ranks of a pipeline in the middle of 1F1B."""
     other = 1 - dist.get_rank()
     mine, theirs = torch.ones(4, 128), torch.empty(4, 128)
@@ -376,7 +376,7 @@ def neighbours() -> str:
 
 # %%
 try:
-    print(ranks(2)(neighbours))
+    print(ranks(2)(neighbors))
 except RankError as error:
     print(error)
 
@@ -386,7 +386,7 @@ except RankError as error:
 # operations and waits where it needs the data, as you did in the ring:
 
 # %%
-def neighbours_at_ease() -> str:
+def neighbors_at_ease() -> str:
     """The same exchange, but each rank starts both messages before it waits."""
     other = 1 - dist.get_rank()
     mine, theirs = torch.ones(4, 128), torch.empty(4, 128)
@@ -396,7 +396,7 @@ def neighbours_at_ease() -> str:
     return "exchanged"
 
 
-print(ranks(2)(neighbours_at_ease))
+print(ranks(2)(neighbors_at_ease))
 
 # %% [markdown]
 # Another danger is silent. A message has no label: the receiver assumes that the next message from a sender is the one it

@@ -277,7 +277,7 @@ def year_file() -> bytes:
     held = io.BytesIO()
     with h5py.File(held, "w") as file:
         fields = layout.create_year(file, 3, ["u10", "v10"], layout.latitudes(4), layout.longitudes(8))
-        fields[:] = 2 + np.arange(8) % 2 / 2         # about 1, once it is normalised by the statistics below: so they match
+        fields[:] = 2 + np.arange(8) % 2 / 2         # about 1, once it is normalized by the statistics below: so they match
     return held.getvalue()
 
 

@@ -180,10 +180,10 @@ def kinds(device: torch.device) -> dict[str, Callable[[float, torch.device], Run
     return makers
 
 
-def rows(size: float, device: torch.device, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Tensor:
+def rows(size: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A random tensor of so many bytes, as rows of the usual width."""
-    number = int(size / torch.empty((), dtype=dtype).element_size() / width)
-    return torch.randn(max(1, number), width, device=device).to(dtype)
+    number = int(size / torch.empty((), dtype=dtype).element_size() / WIDTH)
+    return torch.randn(max(1, number), WIDTH, device=device).to(dtype)
 
 
 def half(device: torch.device) -> torch.dtype:

@@ -156,7 +156,7 @@ class Log:
     every: int = 10                                 # steps between log lines; 0: only at the end
     tensorboard: bool = True                        # also write curves for TensorBoard
     wandb: bool = False                             # also send numbers to Weights & Biases; WANDB_MODE=offline keeps them here
-    mlflow: str = ""                                # also send numbers to MLflow there: an address, or file:FOLDER; "": do not
+    mlflow: str = ""                                # also send numbers to MLflow there: an address, or sqlite:///FILE; "": do not
 
 
 @dataclass(frozen=True)

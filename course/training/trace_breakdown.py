@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from course.training.profiler import PARTS
+from course.utils.colors import STEP
 from course.utils.errors import CourseError
 
 if TYPE_CHECKING:
@@ -197,11 +198,6 @@ def text(found: Account) -> str:
     return "\n".join(lines)
 
 
-# Okabe and Ito's colors, which color-blind people can tell apart; idle is gray
-COLOURS = {"forward": "#0072B2", "backward": "#56B4E9", "gradients": "#CC79A7", "optimizer": "#009E73",
-           "communication": "#D55E00", "copy": "#E69F00", "data": "#F0E442", "launch": "#555555", "idle": "#BBBBBB"}
-
-
 def picture(found: Account, title: str) -> "Figure":
     """The account as one bar, left to right in the order of the table."""
     from matplotlib.figure import Figure
@@ -212,7 +208,7 @@ def picture(found: Account, title: str) -> "Figure":
     for key, label in LABELS.items():
         ms = found.time[key]
         if ms > 0.002 * found.step:
-            axes.barh(0, ms, left=left, color=COLOURS[key], edgecolor="white", label=f"{label}, {ms:.1f}")
+            axes.barh(0, ms, left=left, color=STEP[key], edgecolor="white", label=f"{label}, {ms:.1f}")
             left += ms
     axes.set(xlabel="milliseconds of one step", yticks=[], xlim=(0, found.step), title=title)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")

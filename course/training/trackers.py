@@ -52,7 +52,7 @@ def open_wandb(config: Config, run: Path) -> Tracker:
 
 
 def open_mlflow(config: Config, run: Path) -> Tracker:
-    """MLflow: an address, or file:FOLDER; MLFLOW_EXPERIMENT_NAME applies."""
+    """MLflow: an address, or sqlite:///FILE (with the package mlflow); MLFLOW_EXPERIMENT_NAME applies."""
     import mlflow
 
     number = run / "mlflow.id"

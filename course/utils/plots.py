@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from course.utils.atomic_files import atomic
+from course.utils.colors import BLUE, GRAY, GREEN, ORANGE, SIGNED, field_map
 
-FIELD, ERROR = "viridis", "PuOr"
 EXTENT = (0.0, 360.0, -90.0, 90.0)
 
 
@@ -34,9 +34,9 @@ def truth_forecast_error(truth: np.ndarray, forecast: np.ndarray, title: str, st
     axes = figure.subplots(1, len(maps) + 1)
     low, high, most = scale or scale_of(truth, forecast)
     for axis, (name, field) in zip(axes, maps, strict=False):
-        image = draw(axis, field, name, FIELD, low, high)
+        image = draw(axis, field, name, *field_map(low, high))
     figure.colorbar(image, ax=axes[:-1].tolist(), orientation="horizontal", shrink=0.4, aspect=40)
-    image = draw(axes[-1], forecast - truth, "forecast - truth", ERROR, -most, most)
+    image = draw(axes[-1], forecast - truth, "forecast - truth", SIGNED, -most, most)
     figure.colorbar(image, ax=axes[-1], orientation="horizontal", shrink=0.9)
     figure.suptitle(title)
     return figure
@@ -55,9 +55,9 @@ def skill(hours: list[int], curves: dict[str, list[float]], title: str, unit: st
     """RMSE against lead time, one curve per method."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    styles = [("o", "-", "#0072B2"), ("s", "--", "#D55E00"), ("", ":", "#666666"), ("^", "-.", "#009E73")]
-    for (name, values), (marker, dash, colour) in zip(curves.items(), styles, strict=False):
-        axis.plot(hours[:len(values)], values, marker=marker, linestyle=dash, color=colour, label=name, markersize=4)
+    styles = [("o", "-", BLUE), ("s", "--", ORANGE), ("", ":", GRAY), ("^", "-.", GREEN)]
+    for (name, values), (marker, dash, color) in zip(curves.items(), styles, strict=False):
+        axis.plot(hours[:len(values)], values, marker=marker, linestyle=dash, color=color, label=name, markersize=4)
     axis.set_xlabel("lead time (hours)")
     axis.set_ylabel(f"RMSE ({unit})")
     axis.set_xticks(hours[3::4] or hours)
@@ -81,7 +81,7 @@ def animate(truth: np.ndarray, forecast: np.ndarray, hours: list[int], title: st
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     low, high, _ = scale_of(truth, forecast)
-    images = [draw(axis, fields[0], name, FIELD, low, high)
+    images = [draw(axis, fields[0], name, *field_map(low, high))
               for axis, fields, name in zip(figure.subplots(1, 2), (truth, forecast), ("truth", "forecast"), strict=True)]
 
     def show(frame: int) -> list[Any]:

@@ -130,7 +130,7 @@ class Lab:
         return before
 
     def picture(self, path: Path, top: Any = None) -> None:
-        """Keep what the window shows, from this element down, in 256 colours, which is enough for text and curves."""
+        """Keep what the window shows, from this element down, in 256 colors, which is enough for text and curves."""
         if top:
             self.browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", top)
         with Image.open(io.BytesIO(self.browser.get_screenshot_as_png())) as shot:

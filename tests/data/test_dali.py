@@ -104,12 +104,12 @@ def test_a_worker_does_not_survive_its_trainer(trainer):
 
 # ---- pipelines ----
 
-def test_pipelines_normalise_as_numpy_does_to_the_bit():
+def test_pipelines_normalize_as_numpy_does_to_the_bit():
     pytest.importorskip("nvidia.dali")
-    assert_normalised_to_the_bit(CPU)
+    assert_normalized_to_the_bit(CPU)
 
 
-def assert_normalised_to_the_bit(device):
+def assert_normalized_to_the_bit(device):
     """Values, means and deviations of every size, where a product with the reciprocal would round otherwise."""
     from nvidia.dali import fn
 
@@ -120,7 +120,7 @@ def assert_normalised_to_the_bit(device):
     x = (mean + std * rng.standard_normal((4, 20, 8, 16))).astype("float32")
     pipe = dali.pipeline(2, 1, 1, device)
     with pipe:
-        pipe.set_outputs(dali.normalised(fn.external_source(lambda: x, batch=True), SimpleNamespace(mean=mean, std=std), device))
+        pipe.set_outputs(dali.normalized(fn.external_source(lambda: x, batch=True), SimpleNamespace(mean=mean, std=std), device))
     assert not np.array_equal((x - mean) * (1 / std), (x - mean) / std)
     assert torch.equal(dali.states_of(pipe, device).cpu(), torch.from_numpy((x - mean) / std))
 

@@ -22,7 +22,7 @@ SURFACE = ["u10", "v10", "t2m", "sp", "msl", "tcwv"]
 SMALL = Era5(grid=(4, 8), train="2015", valid="2016", test="", chunk=3)
 
 
-# of each variable, and of z at each level, a value that nature allows, and how far apart neighbours are
+# of each variable, and of z at each level, a value that nature allows, and how far apart neighbors are
 BASE = {"u10": (-60, 1), "v10": (-40, 1), "t2m": (280, 1), "sp": (90_000, 1024), "msl": (98_000, 1024), "tcwv": (30, 1),
         "u": (-20, 1), "v": (10, 1), "t": (240, 1)}
 HEIGHT = {10: (300_000, 1024), 50: (200_000, 1024), 500: (55_000, 256), 850: (14_000, 256), 925: (7_000, 256), 1000: (1_000, 256)}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from course.data import Pairs
-from course.data.weather.baselines import Regression, neighbours
+from course.data.weather.baselines import Regression, neighbors
 from course.data.weather.metrics import latitude_weights, squared_error
 from tests.conftest import GRID
 
@@ -19,15 +19,15 @@ def test_squared_error_weighs_rows_by_area():
     assert squared_error(forecast, truth, weights).item() == pytest.approx(4 * 1.5 / 3)
 
 
-def test_neighbours_wrap_around_the_globe():
+def test_neighbors_wrap_around_the_globe():
     state = torch.arange(12.0).view(1, 1, 3, 4)
-    table = neighbours(state).view(3, 4, 10)
+    table = neighbors(state).view(3, 4, 10)
     assert table[1, 0].tolist() == [3, 0, 1, 7, 4, 5, 11, 8, 9, 1]      # west of column 0 is column 3
     assert table[0, 1, :3].tolist() == [0, 1, 2]                        # beyond the pole, the outermost row
 
 
 class Shifted(Pairs):
-    """Pairs whose target is a linear function of neighbours: the western one, plus twice the other channel."""
+    """Pairs whose target is a linear function of neighbors: the western one, plus twice the other channel."""
 
     def __init__(self):
         self.shape, self.size = (2, *GRID), 40

@@ -23,7 +23,7 @@ from tests.conftest import GRID, fields, tiny_settings
 CPU = torch.device("cpu")
 
 
-def test_a_pair_is_a_state_and_the_next_one_normalised(small_data):
+def test_a_pair_is_a_state_and_the_next_one_normalized(small_data):
     pairs = Pairs(str(small_data), "train", 20, GRID)
     assert len(pairs) == 19 + 19                                        # a pair never crosses the end of a file
     raw = [fields(20, 0), fields(20, 1)]
@@ -34,7 +34,7 @@ def test_a_pair_is_a_state_and_the_next_one_normalised(small_data):
             np.testing.assert_allclose(batch[name][0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_normalise_the_training_years(small_data):
+def test_statistics_normalize_the_training_years(small_data):
     pairs = Pairs(str(small_data), "train", 20, GRID)
     states = np.stack([pairs.state(19 * year, time) for year in range(2) for time in range(20)])
     np.testing.assert_allclose(states.mean((0, 2, 3)), 0, atol=1e-4)

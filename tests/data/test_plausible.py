@@ -75,12 +75,12 @@ def test_nan_is_left_to_those_who_count_it():
 
 
 def test_channels_in_other_units_have_no_range_and_still_no_fill_values():
-    """Such as data that were normalised before."""
-    normalised = (state() - state().mean((1, 2), keepdims=True)) / 3
-    other = PlausibleRanges.of(NAMES, normalised.mean((1, 2)))
-    assert other.whole(normalised) == "" and WEATHER.whole(normalised) != ""
-    normalised[2, 0, 0] = 9.96921e36
-    assert other.whole(normalised).startswith("t2m is 9.96921e+36")
+    """Such as data that were normalized before."""
+    normalized = (state() - state().mean((1, 2), keepdims=True)) / 3
+    other = PlausibleRanges.of(NAMES, normalized.mean((1, 2)))
+    assert other.whole(normalized) == "" and WEATHER.whole(normalized) != ""
+    normalized[2, 0, 0] = 9.96921e36
+    assert other.whole(normalized).startswith("t2m is 9.96921e+36")
 
 
 def test_unknown_channels_may_be_constant_unless_all_are():

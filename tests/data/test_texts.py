@@ -93,7 +93,7 @@ def test_an_archive_without_its_end_says_so(tmp_path, cut):
     (b"9" * 10_000, "not JSON (Exceeds the limit"),
     (b"\0\0", "not JSON"),
 ])
-def test_a_bad_line_does_not_hurt_its_neighbours(tmp_path, line, bad):
+def test_a_bad_line_does_not_hurt_its_neighbors(tmp_path, line, bad):
     (tmp_path / "a").write_bytes(lines({"text": "first"}, line + b"\n", {"text": "last"}))
     first, found, last = documents(tmp_path / "a")
     assert first == ("1", "first", "") and last == ("3", "last", "")

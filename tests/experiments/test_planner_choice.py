@@ -27,7 +27,7 @@ def test_the_verdict_is_the_first_choices_time_over_the_fastests():
 
 @pytest.mark.parametrize("preset", planner_choice.MODELS)
 def test_what_is_measured_is_what_a_user_would_try(preset):
-    """The planner's layouts over all axes, its first choice first, and neighbours of that; each runs and fits."""
+    """The planner's layouts over all axes, its first choice first, and neighbors of that; each runs and fits."""
     cases = planner_choice.cases_of(preset, planner_choice.MODELS[preset], H200, 4)
     configs = [load(case["preset"], case["settings"]) for case in cases]
     assert [case["choice"] for case in cases if case["choice"]] == [*range(1, sum(case["choice"] > 0 for case in cases) + 1)]

@@ -20,7 +20,7 @@ from course.training import trainer
 from course.training.run_log import read_metrics
 from tests.conftest import tiny_settings
 from tests.data import test_loaders
-from tests.data.test_dali import assert_normalised_to_the_bit
+from tests.data.test_dali import assert_normalized_to_the_bit
 from tests.data.test_loaders import needs_dali
 from tests.faults import finish, start
 from tests.training.test_trainer import assert_same_run, final_tensors, job_that_fails, losses
@@ -107,8 +107,8 @@ GPU = torch.device("cuda", 0)
 
 
 @needs_dali
-def test_dali_normalises_on_the_gpu_as_numpy_does_to_the_bit():
-    assert_normalised_to_the_bit(GPU)
+def test_dali_normalizes_on_the_gpu_as_numpy_does_to_the_bit():
+    assert_normalized_to_the_bit(GPU)
 
 
 @pytest.mark.parametrize("more", [(), ("precision=fp64", "data.lead=2", "data.ahead=1")], ids=str)

@@ -1,4 +1,4 @@
-"""From digits on disk to a labelled picture: training with validation, `course generate`, and whether digits are recognised."""
+"""From digits on disk to a labeled picture: training with validation, `course generate`, and whether digits are recognized."""
 
 import json
 import sys
@@ -85,7 +85,7 @@ def test_validation_is_the_same_mean_over_every_sample_in_any_layout(run):
     assert alone > 0.3
 
 
-def test_generate_draws_a_labelled_grid_and_keeps_the_samples(run):
+def test_generate_draws_a_labeled_grid_and_keeps_the_samples(run):
     said, error = generate(run, "--labels", "3,0,7", "--each", 2, "--steps", 4, "--seed", 5)
     assert error is None and "6 samples of the model of step 3" in said
     samples, labels = (np.load(run / "samples" / f"{name}.npy") for name in ("samples", "labels"))
@@ -116,7 +116,7 @@ def test_the_grid_has_a_row_for_each_label():
     assert [axis.images[0].get_array().mean() for axis in axes] == pytest.approx(np.linspace(0, 1, 6).tolist())
 
 
-def test_images_are_grey_for_one_channel_and_colours_for_more():
+def test_images_are_grey_for_one_channel_and_colors_for_more():
     x = torch.tensor([-2.0, -1.0, 0.0, 1.0]).view(1, 4, 1, 1)
     assert sample_images.to_images(x).flatten().tolist() == [0, 0,
                                                              0.5] and sample_images.to_images(x[:, 3:]).flatten().tolist() == [1]
@@ -150,8 +150,8 @@ def test_other_runs_are_a_sentence(tmp_path, run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_laptop_learns_digits_that_a_classifier_recognises(tmp_path):
-    """The preset at half its length. A support vector machine, trained on the real digits, recognises the drawn ones."""
+def test_a_laptop_learns_digits_that_a_classifier_recognizes(tmp_path):
+    """The preset at half its length. A support vector machine, trained on the real digits, recognizes the drawn ones."""
     from sklearn.svm import SVC
 
     make_digits(tmp_path / "data")
@@ -164,7 +164,7 @@ def test_a_laptop_learns_digits_that_a_classifier_recognises(tmp_path):
     judge = SVC().fit(batches["train"]["latent"].flatten(1), batches["train"]["label"])
     assert judge.score(batches["valid"]["latent"].flatten(1), batches["valid"]["label"]) > 0.95
     share = judge.score(samples.reshape(len(samples), -1), labels)
-    print(json.dumps({"recognised": share, "valid_loss": read_metrics(run / "metrics.jsonl")[-1]["valid_loss"]}))
+    print(json.dumps({"recognized": share, "valid_loss": read_metrics(run / "metrics.jsonl")[-1]["valid_loss"]}))
     assert share >= 0.8
     spread = np.array([samples[labels == k].std(0).mean() for k in range(10)])
     truth = np.array([batches["train"]["latent"][batches["train"]["label"] == k].std(0).mean() for k in range(10)])

@@ -434,20 +434,20 @@ def test_a_verdict_in_words_and_in_html():
     assert "\x1b[32m" in render.text(good)
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Of #rrggbb, as WCAG 2.2 defines it."""
-    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
     r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
 def test_marks_have_the_contrast_of_wcag_aa_on_every_page():
-    """Each has its own background; all words have the page's colour."""
+    """Each has its own background; all words have the page's color."""
     verdict = check.Verdict("roofline", (check.Fact(False, "it adds up"), check.Fact(True, "it returns")), "look again")
-    for mark, _, colour in render.MARKS.values():
-        assert 1.05 / (luminance(colour) + 0.05) >= 4.5, mark
-    colours = re.findall(r"(?<!background:)(?<!solid )#[0-9a-f]{6}", render.html(verdict))
-    assert colours and set(colours) == {"#ffffff"}
+    for mark, _, color in render.MARKS.values():
+        assert 1.05 / (luminance(color) + 0.05) >= 4.5, mark
+    colors = re.findall(r"(?<!background:)(?<!solid )#[0-9a-f]{6}", render.html(verdict))
+    assert colors and set(colors) == {"#ffffff"}
 
 
 def outcome(ended: str = "", output: str = "", late: bool = False) -> check.sandbox.Outcome:

@@ -26,7 +26,7 @@ def test_a_description_is_read_with_spaces_and_what_a_user_wrote_last():
     assert told["NtasksPerN:B:S:C"] == "2:0:*:*" and told["Comment"] == ""
 
 
-def test_ports_are_neighbours_and_free():
+def test_ports_are_neighbors_and_free():
     first = local_cluster.free_ports(3)
     with socket.socket() as taken:
         taken.bind(("", first + 1))

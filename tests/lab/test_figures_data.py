@@ -20,7 +20,7 @@ def test_a_ring_ends_with_everything_everywhere(n):
 
 
 def test_the_ring_of_the_picture_is_that_of_the_answer():
-    """Each step adds what the left neighbour has, one rank's numbers more."""
+    """Each step adds what the left neighbor has, one rank's numbers more."""
     assert data_parallel.ring_counts(4, 1).tolist() == [[1, 1, 1, 2], [2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1]]
 
 

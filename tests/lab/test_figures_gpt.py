@@ -31,7 +31,7 @@ def test_samples_are_cut_as_the_library_cuts_them(lengths, context, tmp_path):
     assert found[sum(lengths):] == [box for i in range(samples) for box in ((i * context, context), ((i + 1) * context, 1))]
 
 
-def test_bars_carry_their_numbers_and_kinds_their_colours():
+def test_bars_carry_their_numbers_and_kinds_their_colors():
     axis, = style.bars({"a": 1.0, "b": 20_000.0}, "GB", "title").axes
     assert [bar.get_width() for bar in axis.patches] == [1.0, 20_000.0]
     assert [text.get_text() for text in axis.texts] == ["1", "20,000"]

@@ -47,8 +47,8 @@ def test_copies_beside_steps_save_all_but_the_first():
 def test_tiles_are_of_the_rank_that_reads_them():
     axis = pictures.stream(0, 10, 4, 2, 3).axes[0]
     assert len(axis.patches) == 12 and sorted(int(text.get_text()) for text in axis.texts[:10]) == list(range(10))
-    colours = [patch.get_facecolor()[:3] for patch in axis.patches[:4]]
-    assert colours[0] == colours[1] != colours[2] == colours[3]
+    colors = [patch.get_facecolor()[:3] for patch in axis.patches[:4]]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
 
 
 def test_pictures_are_drawn():

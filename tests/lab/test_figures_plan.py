@@ -45,13 +45,13 @@ def test_bars_of_time_add_up_to_the_step():
     assert 5.0 in [line.get_xdata()[0] for line in axis.lines]
 
 
-def test_every_part_of_time_and_memory_has_a_colour():
+def test_every_part_of_time_and_memory_has_a_color():
     """No part is left out of a bar, none is in two."""
     for kinds, found in ((performance_model.TIME, step_time.Time().parts),
                          (performance_model.BYTES, {*memory.TENSORS, "reserve"})):
         parts = [part for _, parts, _, _ in kinds for part in parts]
         assert sorted(parts) == sorted(found)
-        assert len({(colour, hatch) for _, _, colour, hatch in kinds}) == len(kinds)
+        assert len({(color, hatch) for _, _, color, hatch in kinds}) == len(kinds)
 
 
 # ---- the widget

@@ -59,7 +59,7 @@ def test_optimizer_states_are_whole_on_each_rank_or_once_with_zero():
             assert sum(shares) == pytest.approx(copies)
 
 
-def test_a_ring_sends_to_its_neighbour_in_every_round(serial):
+def test_a_ring_sends_to_its_neighbor_in_every_round(serial):
     four = ranks(4)(lambda: trace(*SMALL, "parallel.cp=4", "parallel.context=ring"))
     names = {"qkv": "blocks.0.attn.qkv", "core": "blocks.0.attn.core"}
     for number, rank in enumerate(four):

@@ -254,7 +254,7 @@ def legend(axis) -> list[str]:
     return [text.get_text() for text in axis.get_legend().get_texts()]
 
 
-def test_figures_leave_nothing_out_and_give_neighbours_different_marks():
+def test_figures_leave_nothing_out_and_give_neighbors_different_marks():
     names = [f"dot {number}" for number in range(9)]
     roof = style.roofline({"one": (1e11, 1e10), "two": (1e12, 1e10)}, dict.fromkeys(names, (5.0, 3e10))).axes[0]
     assert legend(roof) == ["one", "two", *names] and not roof.texts

@@ -224,7 +224,7 @@ def test_claims_that_cannot_be_read_or_that_nobody_makes_any_more_are_left_out(h
     folder, out = handed_in[0].parents[1], tmp_path / "out"
     graded = [grade.Graded(Submission("ann", "10", handed_in[0]), ())]
     (claim,) = grade.take_in_result_files(folder, graded, out)
-    for name, text in (("a", "{"), ("b", json.dumps({**asdict(claim), "colour": "red"})), ("c", "[]")):
+    for name, text in (("a", "{"), ("b", json.dumps({**asdict(claim), "color": "red"})), ("c", "[]")):
         (out / "claims" / f"{name}.json").write_text(text)
     assert grade.take_in_result_files(folder, graded, out) == [claim]
     handed_in[1].unlink()                            # handed in again, without a result

@@ -35,11 +35,11 @@ def test_one_rank_needs_no_time():
 
 
 def test_a_ring_over_nodes_has_the_ports_of_all_its_ranks_in_a_node():
-    # 16 neighbouring ranks on 2 nodes: the border is 8 x 10 GB/s wide, narrower than 100
+    # 16 neighboring ranks on 2 nodes: the border is 8 x 10 GB/s wide, narrower than 100
     assert collectives.group_of([(1, 16)], TWO).bandwidth == 80e9
     # ranks 0, 8, 16, 24: one in each node, 10 GB/s each
     assert collectives.group_of([(8, 4)], TWO).bandwidth == 10e9
-    # 2 neighbours in each of 4 nodes: dp of stride 8 and cp of stride 1
+    # 2 neighbors in each of 4 nodes: dp of stride 8 and cp of stride 1
     assert collectives.group_of([(1, 2), (8, 4)], TWO).bandwidth == 20e9
 
 
@@ -51,8 +51,8 @@ def test_the_order_decides_which_links_an_axis_uses():
     assert collectives.strides("pp-dp-cp-tp", {"pp": 2, "dp": 4, "cp": 1, "tp": 8}) == {"tp": 1, "cp": 8, "dp": 8, "pp": 32}
 
 
-def test_messages_of_a_pipeline_take_the_links_that_join_its_neighbours():
-    """Nodes of 8: neighbours 4 apart are on one node and on two by turns."""
+def test_messages_of_a_pipeline_take_the_links_that_join_its_neighbors():
+    """Nodes of 8: neighbors 4 apart are on one node and on two by turns."""
     def joined(stride, count):
         return {link.name: number for link, number in collectives.borders(stride, count, TWO) if number}
 
@@ -73,7 +73,7 @@ SLOW = Hardware("slow", 1e9, 1e12, {"bf16": 1e15}, (Link("a", 8, 1.0, 1e30), Lin
 
 
 def test_gathers_and_scatters_go_round_a_ring():
-    """NCCL has no trees for them: 7 steps among 8 neighbours; 64 on 8 nodes, 56 within these and 7 between them."""
+    """NCCL has no trees for them: 7 steps among 8 neighbors; 64 on 8 nodes, 56 within these and 7 between them."""
     for collective in (collectives.all_gather, collectives.reduce_scatter):
         assert collective(8, collectives.group_of([(1, 8)], SLOW)) == pytest.approx(7)
         assert collective(8, collectives.group_of([(1, 64)], SLOW)) == pytest.approx(56 + 70)

@@ -30,7 +30,7 @@ def test_normal_has_the_right_moments():
     assert abs(x.mean()) < 0.01 and abs(x.var() - 1) < 0.01 and abs(x.pow(4).mean() - 3) < 0.1
 
 
-def test_neighbouring_keys_and_counters_are_unrelated():
+def test_neighboring_keys_and_counters_are_unrelated():
     n = torch.arange(50_000)
     streams = [random.normal(random.key(seed, "w"), n) for seed in range(4)] + [random.normal(random.key(0, "w"), n + 1)]
     assert (torch.corrcoef(torch.stack(streams)) - torch.eye(5)).abs().max() < 0.025

@@ -52,7 +52,7 @@ def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: to
     with pipe:
         states = fn.external_source(Source(pairs, ids), parallel=True, batch=False, dtype=types.DALIDataType.FLOAT, ndim=3,
                                     prefetch_queue_depth=ahead, bytes_per_sample_hint=4 * int(np.prod(pairs.shape)))
-        pipe.set_outputs(normalised(states, pairs, device))
+        pipe.set_outputs(normalized(states, pairs, device))
     with signals_blocked():  # workers inherit what is held back, and deal with it in `exit_with_trainer`
         pipe.build()
     return pipe
@@ -79,7 +79,7 @@ def numpy_pipeline(pairs: Pairs, segment: list[list[int]], workers: int, ahead: 
              for later in (0, pairs.lead) for sample in samples]
     with pipe:
         states = fn.readers.numpy(files=files, prefetch_queue_depth=ahead)
-        pipe.set_outputs(normalised(states, pairs, device))
+        pipe.set_outputs(normalized(states, pairs, device))
     return pipe
 
 
@@ -99,7 +99,7 @@ def pipeline(pairs: int, threads: int, ahead: int, device: torch.device, **more:
                     prefetch_queue_depth=ahead, **more)
 
 
-def normalised(states: Any, pairs: Pairs, device: torch.device) -> Any:
+def normalized(states: Any, pairs: Pairs, device: torch.device) -> Any:
     """Inside a pipeline definition: move the states to the device, subtract the mean, divide by the standard deviation."""
     from nvidia.dali import types
 

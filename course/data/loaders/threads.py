@@ -104,7 +104,7 @@ class BatchRead:
 
 
 class DeviceStage:
-    """Brings batches to the device and normalises them there, on a stream of their own."""
+    """Brings batches to the device and normalizes them there, on a stream of their own."""
 
     def __init__(self, pairs: Pairs, device: torch.device):
         self.device = device

@@ -7,7 +7,7 @@ from torch import Tensor
 from course.data import Pairs
 
 
-def neighbours(state: Tensor) -> Tensor:
+def neighbors(state: Tensor) -> Tensor:
     """The values at each grid point and its eight neighbors, and a constant 1: (B, C, H, W) -> (B·H·W, 9·C + 1).
 
     Longitude is periodic; beyond a pole the outermost row is repeated.
@@ -29,7 +29,7 @@ class Regression:
         normal, right = torch.zeros(inputs, inputs, dtype=torch.float64), torch.zeros(inputs, pairs.shape[0], dtype=torch.float64)
         for sample in chosen:
             batch = pairs.__getitems__([sample])
-            x = neighbours(batch["input"])                             # (H·W, 9·C + 1)
+            x = neighbors(batch["input"])                             # (H·W, 9·C + 1)
             y = batch["target"].permute(0, 2, 3, 1).flatten(0, 2)      # (H·W, C)
             normal += (x.T @ x).double()
             right += (x.T @ y).double()
@@ -38,5 +38,5 @@ class Regression:
 
     def __call__(self, state: Tensor) -> Tensor:
         B, C, H, W = state.shape
-        forecast = neighbours(state) @ self.coefficients.to(state.device)
+        forecast = neighbors(state) @ self.coefficients.to(state.device)
         return forecast.view(B, H, W, C).permute(0, 3, 1, 2)

@@ -65,7 +65,7 @@ class Pairs(Dataset[Batch]):
         self._open.clear()                                              # a worker must not share this process's handle
         worst = int(np.argmax(np.abs(np.log(np.where(np.isfinite(rms), rms, 1.0) + 1e-30))))
         if rms[worst] < 1e-2 or rms[worst] > 1e2:
-            raise CourseError(f"{path}/stats does not match the data: normalised with it, channel {worst} of "
+            raise CourseError(f"{path}/stats does not match the data: normalized with it, channel {worst} of "
                               f"{self.years[0].path} has a root mean square of {rms[worst]:.3g}, not about 1; "
                               f"remake it with `course data stats {path}`")
 

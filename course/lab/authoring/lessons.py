@@ -28,10 +28,10 @@ from course.lab.authoring import stubs
 from course.lab.checks import exercise as exercises
 from course.lab.checks import notebook_cells, own_notebooks
 from course.lab.checks.exercise import Exercise
-from course.lab.figures import style
 from course.lab.grading import shipped_files
 from course.lab.notebook import BUILDING
 from course.utils.atomic_files import atomic
+from course.utils.colors import BLUE, GREEN, ORANGE
 from course.utils.errors import CourseError
 
 ROOT = stubs.PACKAGE.parent                          # holds notebooks/ and solutions/ in a clone
@@ -43,7 +43,7 @@ SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
 QUOTE = re.compile(r"^> \*\*(\w+)(?:.*\n?)(?:^>.*\n?)*", re.MULTILINE)
 TASK = re.compile(r"^(## Exercise: .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
-BARS = {"Predict": style.ORANGE, "Question": style.BLUE, "Exercise": style.GREEN}
+BARS = {"Predict": ORANGE, "Question": BLUE, "Exercise": GREEN}
 MIN_LEAK = 30                                        # answer lines at least this long count as leaks
 
 

@@ -122,7 +122,7 @@ def draw_tensors(seed: int, hidden: bool) -> Tensors:
     down, up = torch.randint(1, 3, (), generator=generator), torch.randint(1, 6, (), generator=generator)
     scale = 2.0 ** torch.stack([-down, up])[torch.randperm(2, generator=generator)].float()
     x[:, :5] = torch.tensor([0.0, 1e9, -1e9, 1e-9, -1.0])
-    beyond = torch.tensor([1 + 2**-4, 1 + 2**-3]) * (1 + 2**-13)         # the middle of two neighbours, and a little more
+    beyond = torch.tensor([1 + 2**-4, 1 + 2**-3]) * (1 + 2**-13)         # the middle of two neighbors, and a little more
     x[:, 5:7] = (beyond / scale)[:, None] * torch.tensor([1.0, -1.0])   # which 16 bits do not see
     return {"x": x, "scale": scale}
 

@@ -38,7 +38,7 @@ def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Colle
 
 
 def kernels(operators: Sequence[str]) -> int:
-    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbours of other kinds share."""
+    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbors of other kinds share."""
     count, alone = 0, True
     for kind in operators:
         library = kind in ("matmul", "attention")
@@ -259,7 +259,7 @@ EXERCISES = [
         "kernels": "libraries' kernels stand alone, and what lies between two of them is one"}, limits=QUICK,
         cases=lambda inputs: [f"kernels({case})" for case in lists(inputs)]),
     Exercise("fused-modulate", "05", (f"{__name__}.Modulate",), draw_modulation, run_fused_modulate, {
-        "output": "the output is the normalised x, scaled and shifted",
+        "output": "the output is the normalized x, scaled and shifted",
         "dx": "the gradient of x is right",
         "dshift": "that of shift is, one vector for each sample",
         "dscale": "that of scale is",

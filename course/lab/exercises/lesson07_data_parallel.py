@@ -22,12 +22,12 @@ BUCKETS = ("parallel.data=bucketed", "parallel.bucket_mb=0.01")
 
 
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of x over the axis, in new memory, made of sends to the right neighbour and receives from the left one."""
+    """The sum of x over the axis, in new memory, made of sends to the right neighbor and receives from the left one."""
     total = x.clone()
     pieces = total.view(-1).tensor_split(axis.size)                     # views: writing into a piece writes into `total`
     right, left = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     for step in range(2 * (axis.size - 1)):
-        at = (axis.rank - step) % axis.size                             # the piece that leaves; its neighbour at - 1 comes
+        at = (axis.rank - step) % axis.size                             # the piece that leaves; its neighbor at - 1 comes
         coming = torch.empty_like(pieces[at - 1])
         for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:
             work.wait()                              # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def run_ring_all_reduce(inputs: Tensors) -> Tensors:
     axis = tiny_training.mesh(tiny_training.settings()).dp
     found: Tensors = {}
     thrifty = alone = kept = right = one = sent = came = intact = True
-    neighbours = {(axis.rank + 1) % axis.size, axis.ranks[(axis.rank + 1) % axis.size]}     # counted in the axis, or in the world
+    neighbors = {(axis.rank + 1) % axis.size, axis.ranks[(axis.rank + 1) % axis.size]}     # counted in the axis, or in the world
     for name, parts in inputs.items():
         mine = parts[axis.rank].clone() if name != "own" else parts[axis.rank].repeat(EVEN)
         with Traffic() as traffic, intercepted_messages() as messages:
@@ -129,7 +129,7 @@ def run_ring_all_reduce(inputs: Tensors) -> Tensors:
             found[name] = torch.cat([*came_by, mine[:0]]).sort().values
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
         thrifty, alone = thrifty and traffic.sent <= most, alone and not {*traffic.kinds} - {"send", "recv"}
-        right, one = right and traffic.to <= neighbours, one and len(traffic.to) < 2
+        right, one = right and traffic.to <= neighbors, one and len(traffic.to) < 2
         sent = sent and all(message.waited for message in messages if message.coming is None)
         came = came and all(message.waited for message in messages if message.coming is not None)
         intact = intact and all(message.intact for message in messages)
@@ -323,10 +323,10 @@ EXERCISES = [
     Exercise("ring-all-reduce", "07", (f"{__name__}.ring_all_reduce",), draw_parts, run_ring_all_reduce, {
         "x0": "every rank has the sum of what the ranks brought",
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
-        "pair": "and along an axis of two ranks, which are not neighbours if there are more",
+        "pair": "and along an axis of two ranks, which are not neighbors if there are more",
         "own": "in each step a piece comes from the left that holds the sum of one rank more, and in the end the whole sums come",
         "alone": "it uses sends and receives alone",
-        "right": "every rank sends to its right neighbour",
+        "right": "every rank sends to its right neighbor",
         "one": "and to one rank alone",
         "came": "it waits for all that it receives",
         "sent": "and for all that it sends",

@@ -269,7 +269,7 @@ EXERCISES = [
     Exercise("adaln", "15", ("course.models.dit.modulate", "course.models.dit.AdaLNBlock"), draw_block, run_adaln, {
         "modulated": "modulate scales and shifts the features of each sample's tokens",
         "start": "a block whose modulation gives zeros hands its tokens on as they are",
-        "out": "a block with other weights: both branches normalised, modulated and gated",
+        "out": "a block with other weights: both branches normalized, modulated and gated",
         "grads": "and its gradients",
         "loss": "the library's DiT has the right loss with your blocks",
         "kept": "nothing that was given is written into"}, flags={"kept": WROTE}, points=2),

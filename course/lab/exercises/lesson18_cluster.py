@@ -79,7 +79,7 @@ OVERTIME = 3.0                                       # seconds that it may compu
 
 
 def draw_jobs(seed: int, hidden: bool) -> Tensors:
-    """What two jobs ask for, (nodes, tasks, CPUs, GPUs), one of them without GPUs; and their numbers, which are neighbours.
+    """What two jobs ask for, (nodes, tasks, CPUs, GPUs), one of them without GPUs; and their numbers, which are neighbors.
 
     Also the statuses of ranks that fail, one small, one as of ranks that were killed; and a number for the script's arguments.
     """

@@ -107,9 +107,9 @@ def add_norm_kernel(x, y, weight, bias, z, n, mean, rstd, T, C, x_row, y_row, z_
         tl.store(z + token * z_row + column, value, mask=inside)
         value = value.to(tl.float32)
         middle = tl.sum(value, 0) / C
-        centred = tl.where(inside, value - middle, 0.0)
-        inverse = tl.rsqrt(tl.sum(centred * centred, 0) / C + eps)
-        normal = centred * inverse * w + b
+        centered = tl.where(inside, value - middle, 0.0)
+        inverse = tl.rsqrt(tl.sum(centered * centered, 0) / C + eps)
+        normal = centered * inverse * w + b
         tl.store(n + token * n_row + column, normal.to(n.dtype.element_ty), mask=inside)
         tl.store(mean + token, middle)
         tl.store(rstd + token, inverse)

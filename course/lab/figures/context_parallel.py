@@ -6,9 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, label
-
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)
+from course.lab.figures.style import label
+from course.utils.colors import GRAY, RANKS
 
 
 def owners(size: int, zigzag: bool) -> list[int]:
@@ -47,7 +46,7 @@ def ring(size: int, zigzag: bool, turn: int) -> Figure:
     scores, bars = figure.subplots(1, 2, width_ratios=(1.4, 1))
     for (query, key), when in np.ndenumerate(rounds):
         if when >= 0:
-            scores.add_patch(Rectangle((key, query), 1, 1, facecolor=COLOURS[owner[query] % len(COLOURS)], edgecolor="white",
+            scores.add_patch(Rectangle((key, query), 1, 1, facecolor=RANKS[owner[query] % len(RANKS)], edgecolor="white",
                                        alpha=1.0 if when == turn else 0.4 if when < turn else 0.1))
     scores.set_xlim(0, n)
     scores.set_ylim(n, 0)
@@ -58,8 +57,8 @@ def ring(size: int, zigzag: bool, turn: int) -> Figure:
     scores.set_aspect("equal")
     scores.set_title(f"round {turn} of {size - 1}, {'zigzag' if zigzag else 'one piece each'}", fontsize=10)
     axis: Any = bars
-    axis.bar(range(size), work[turn], color=[COLOURS[rank % len(COLOURS)] for rank in range(size)])
-    axis.axhline(work[turn].max(), color=GREY, linestyle="--", label="until the slowest is done")
+    axis.bar(range(size), work[turn], color=[RANKS[rank % len(RANKS)] for rank in range(size)])
+    axis.axhline(work[turn].max(), color=GRAY, linestyle="--", label="until the slowest is done")
     axis.set_ylim(0, 1.15)
     axis.set_xticks(range(size), labels=[f"r{rank}" for rank in range(size)])
     label(axis, y="work (1: all queries with all keys of a rank)",

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, SKY, label, name_rows, panel
+from course.lab.figures.style import label, name_rows, panel
+from course.utils.colors import BLUE, GRAY, GREEN, ORANGE, PALE, SKY, STEP
 
 Bar = tuple[str, float, float]                       # "host" or "GPU", begin, length
 
@@ -39,15 +40,15 @@ def timeline(rows: Mapping[str, Sequence[Bar]], unit: str = "µs", title: str = 
     names = [f"{name}: {lane}" for name in rows for lane in ("host", "GPU")]
     for name, bars in rows.items():
         for lane, begin, length in bars:
-            axis.barh(names.index(f"{name}: {lane}"), length, left=begin, height=0.7, color=ORANGE if lane == "host" else BLUE,
-                      edgecolor="white", linewidth=0.5)
+            axis.barh(names.index(f"{name}: {lane}"), length, left=begin, height=0.7, edgecolor="white", linewidth=0.5,
+                      color=STEP["launch"] if lane == "host" else BLUE)
         end = max(begin + length for _, begin, length in bars)
-        axis.axvline(end, color=GREY, linestyle=":", linewidth=1)
-        axis.text(end, names.index(f"{name}: host"), f" {end:.3g} {unit}", va="center", fontsize=9, color=GREY)
+        axis.axvline(end, color=GRAY, linestyle=":", linewidth=1)
+        axis.text(end, names.index(f"{name}: host"), f" {end:.3g} {unit}", va="center", fontsize=9, color=GRAY)
     name_rows(axis, names)
     axis.set_xlim(0, 1.12 * max(begin + length for bars in rows.values() for _, begin, length in bars))
     label(axis, x=unit, title=title)
-    figure.legend(handles=[Patch(color=ORANGE, label="the host launches"), Patch(color=BLUE, label="the GPU works")],
+    figure.legend(handles=[Patch(color=STEP["launch"], label="the host launches"), Patch(color=BLUE, label="the GPU works")],
                   loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
@@ -56,17 +57,17 @@ def buffers() -> Figure:
     """Where a replay reads and writes: batches come and go, captured tensors keep their addresses."""
     figure, axis = panel(9, 3.4)
 
-    def box(x: float, y: float, wide: float, text: str, colour: str, dashed: bool = False) -> None:
-        axis.add_patch(FancyBboxPatch((x, y), wide, 0.62, boxstyle="round,pad=0.03", facecolor="white" if dashed else colour,
-                                      edgecolor=colour, linewidth=1.5, linestyle="--" if dashed else "-"))
+    def box(x: float, y: float, wide: float, text: str, color: str, dashed: bool = False) -> None:
+        axis.add_patch(FancyBboxPatch((x, y), wide, 0.62, boxstyle="round,pad=0.03", facecolor="white" if dashed else color,
+                                      edgecolor=color, linewidth=1.5, linestyle="--" if dashed else "-"))
         axis.text(x + wide / 2, y + 0.31, text, ha="center", va="center", fontsize=9, color="black" if dashed else "white")
 
     def arrow(start: tuple[float, float], stop: tuple[float, float], text: str = "") -> None:
-        axis.annotate("", stop, start, arrowprops={"arrowstyle": "->", "color": GREY, "linewidth": 1.5})
-        axis.text((start[0] + stop[0]) / 2, max(start[1], stop[1]) + 0.1, text, ha="center", fontsize=9, color=GREY)
+        axis.annotate("", stop, start, arrowprops={"arrowstyle": "->", "color": GRAY, "linewidth": 1.5})
+        axis.text((start[0] + stop[0]) / 2, max(start[1], stop[1]) + 0.1, text, ha="center", fontsize=9, color=GRAY)
 
-    axis.add_patch(FancyBboxPatch((2.95, 0.55), 4.3, 1.6, boxstyle="round,pad=0.05", facecolor="#f2f2f2", edgecolor=GREY))
-    axis.text(5.1, 2.32, "the graph: addresses of the capture, for good", ha="center", fontsize=9, color=GREY)
+    axis.add_patch(FancyBboxPatch((2.95, 0.55), 4.3, 1.6, boxstyle="round,pad=0.05", facecolor=PALE, alpha=0.4, edgecolor=GRAY))
+    axis.text(5.1, 2.32, "the graph: addresses of the capture, for good", ha="center", fontsize=9, color=GRAY)
     for row, call in enumerate(("call 4", "call 5", "call 6")):
         box(0.0, 2.0 - 0.95 * row, 1.6, f"batch of {call}", SKY, dashed=True)
         box(8.6, 2.0 - 0.95 * row, 1.6, f"loss of {call}", GREEN, dashed=True)

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from course.data import order
-from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, label, name_rows, panel
+from course.lab.figures.style import MARKS, label, name_rows, panel
+from course.utils.colors import GRAY, RANKS, STEP
 
-RANKS = (BLUE, ORANGE, GREEN, PURPLE)
-KINDS = {"copy": ORANGE, "compute": BLUE, "wait": GREY}
+KINDS = {"copy": STEP["copy"], "compute": STEP["forward"], "wait": STEP["idle"]}
 
 
 def stream(seed: int, samples: int, batch: int, ranks: int, steps: int) -> Figure:
@@ -94,13 +94,13 @@ def speeds_by_workers(speeds: Mapping[str, Mapping[str, float]], floors: Mapping
             title: str = "") -> Figure:
     """Pairs per second over workers, both logarithmic: loaders as marks, floors dashed, the models' needs as horizontal lines."""
     figure, axis = panel(7.5, 4.2)
-    for (name, row), (mark, colour) in zip(speeds.items(), cycle(MARKS)):
+    for (name, row), (mark, color) in zip(speeds.items(), cycle(MARKS)):
         there = {int(n): value for n, value in row.items() if int(n) > 0}
-        axis.loglog(list(there), list(there.values()), mark + "-", color=colour, label=name)
+        axis.loglog(list(there), list(there.values()), mark + "-", color=color, label=name)
     for name, row in floors.items():
         axis.loglog([int(n) for n in row], list(row.values()), "--", color="black", label=name)
     for (name, level), dash in zip(needs.items(), cycle((":", "-."))):
-        axis.axhline(level, color=GREY, linestyle=dash, label=name)
+        axis.axhline(level, color=GRAY, linestyle=dash, label=name)
     counts = sorted({int(n) for row in [*speeds.values(), *floors.values()] for n in row if int(n) > 0})
     axis.set_xticks(counts, [str(n) for n in counts])
     axis.minorticks_off()

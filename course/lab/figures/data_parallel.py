@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, SKY, label, panel
+from course.lab.figures.style import MARKS, label, panel
+from course.utils.colors import COLLECTIVES, COUNT, GRAY, GREEN, ORANGE, STEP
 
 Span = tuple[float, float]                           # begin and end
 SEVEN = [*MARKS, ("x", "black")]                     # one style per learning rate of the reference runs
@@ -30,7 +31,7 @@ def ring(n: int, step: int) -> Figure:
     """The pieces of every rank after `step` steps of a ring all-reduce, and which ones it sends next."""
     counts = ring_counts(n, step)
     figure, axis = panel(5.2, 4)
-    axis.imshow(counts, cmap="Blues", vmin=0, vmax=1.5 * n)
+    axis.imshow(counts, cmap=COUNT, vmin=0, vmax=1.5 * n)
     for rank in range(n):
         for piece in range(n):
             leaves = step < 2 * (n - 1) and piece == (rank - step) % n
@@ -65,12 +66,14 @@ def all_reduce_seconds(load: float, ranks: int, bandwidth: float, latency: float
 
 def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: str = "", unit: str = "ms",
              scale: float = 1e3) -> Figure:
-    """Bars over time, one row per name. The dotted line marks the end of backward; time after it is exposed."""
+    """Bars over time, one row per name: backward, and the network's all-reduces. The dotted line marks the end of backward; time
+    after it is exposed."""
     figure, axis = panel(7.5, 1.2 + 0.6 * len(rows))
-    for number, (spans, (colour, other)) in enumerate(zip(rows.values(), cycle(((BLUE, SKY), (ORANGE, "#E9A06B"))))):
+    for number, (name, spans) in enumerate(rows.items()):
+        color = STEP.get(name, COLLECTIVES["all-reduce"])
         for index, (begin, end) in enumerate(spans):
-            axis.barh(number, (end - begin) * scale, left=begin * scale, height=0.6, color=colour if index % 2 == 0 else other)
-    axis.axvline(end_of_backward * scale, color=GREY, linestyle=":")
+            axis.barh(number, (end - begin) * scale, left=begin * scale, height=0.6, color=color, alpha=(1.0, 0.5)[index % 2])
+    axis.axvline(end_of_backward * scale, color=GRAY, linestyle=":")
     axis.set_yticks(range(len(rows)), list(rows))
     axis.invert_yaxis()
     label(axis, x=f"{unit} since backward began", title=title)
@@ -78,24 +81,23 @@ def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: 
 
 
 def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
-                dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = True,
+                dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
                 bars: Mapping[str, Sequence[Span]] | None = None) -> Figure:
-    """Lines with marks over a logarithmic x, and dashed ones to compare; few points of the first line become the x ticks.
+    """Lines with marks on logarithmic axes, and dashed ones to compare; few points of the first line become the x ticks.
 
     `bars`: line name -> (lowest, highest) at each of its points.
     """
     figure, axis = panel(6.5, 4)
-    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(SEVEN)):
+    for (name, (xs, ys)), (mark, color) in zip(lines.items(), cycle(SEVEN)):
         few = len(xs) < 15
-        axis.plot(xs, ys, color=colour, marker=mark, markersize=6 if few else 3.5, linewidth=1.5 if few else 1, label=name)
+        axis.plot(xs, ys, color=color, marker=mark, markersize=6 if few else 3.5, linewidth=1.5 if few else 1, label=name)
         for x_of, (low, high) in zip(xs, (bars or {}).get(name, ()), strict=False):
-            axis.plot([x_of, x_of], [low, high], color=colour, linewidth=6, alpha=0.3)
-    for (name, (xs, ys)), colour in zip((dashed or {}).items(), cycle((GREY, GREEN))):
-        axis.plot(xs, ys, color=colour, linestyle="--", label=name)
+            axis.plot([x_of, x_of], [low, high], color=color, linewidth=6, alpha=0.3)
+    for (name, (xs, ys)), color in zip((dashed or {}).items(), cycle((GRAY, GREEN))):
+        axis.plot(xs, ys, color=color, linestyle="--", label=name)
     axis.set_xscale("log")
-    if log_y:
-        axis.set_yscale("log")
-        readable_ticks(axis.yaxis, *axis.get_ylim())
+    axis.set_yscale("log")
+    readable_ticks(axis.yaxis, *axis.get_ylim())
     xs = next(iter(lines.values()))[0]
     if len(xs) <= 8:
         axis.set_xticks(list(xs), [f"{tick:g}" for tick in xs])

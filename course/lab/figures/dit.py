@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from course.lab.figures.style import BLUE, GREY, MARKS, ORANGE, label, panel
+from course.lab.figures.style import MARKS, label, panel
+from course.utils.colors import BLUE, GRAY, ORANGE
 
 
 def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str = "") -> Figure:
@@ -32,12 +33,12 @@ def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[s
     figure, axis = panel(6.5, 4.4)
     others = 100 * (seeds / seeds[0] - 1)
     deviation = 100 * seeds.std(0, ddof=1) / seeds[0]
-    axis.fill_between(x, -deviation, deviation, color=GREY, alpha=0.25, linewidth=0, label="one standard deviation of the seeds")
+    axis.fill_between(x, -deviation, deviation, color=GRAY, alpha=0.25, linewidth=0, label="one standard deviation of the seeds")
     for number, other in enumerate(others[1:]):
-        axis.plot(x, other, color=GREY, linewidth=0.9, linestyle=":", label="" if number else "other seeds")
-    for (name, curve), (mark, colour) in zip(curves.items(), cycle(MARKS)):
-        axis.plot(x, 100 * (np.asarray(curve) / seeds[0] - 1), color=colour, marker=mark, label=name)
-    axis.axhline(0, color=GREY, linewidth=0.8)
+        axis.plot(x, other, color=GRAY, linewidth=0.9, linestyle=":", label="" if number else "other seeds")
+    for (name, curve), (mark, color) in zip(curves.items(), cycle(MARKS)):
+        axis.plot(x, 100 * (np.asarray(curve) / seeds[0] - 1), color=color, marker=mark, label=name)
+    axis.axhline(0, color=GRAY, linewidth=0.8)
     label(axis, x="step", y=y, grid="major")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # outside, so that it hides no curve
     axis.set_title(title, fontsize=10)
@@ -48,13 +49,13 @@ def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[s
 BRANCH = (("norm", ()), ("modulate", ("shift", "scale")), ("{}", ()), ("×", ("gate",)), ("+", ()))
 
 
-def adaln_block(branches: Sequence[str] = ("attention", "MLP")) -> Figure:
+def adaln_block() -> Figure:
     """The path of the tokens through an adaLN block, a row for each branch, and where the six vectors of the condition enter."""
-    figure = Figure(figsize=(9, 1.9 * len(branches) + 0.9), layout="constrained")
+    figure = Figure(figsize=(9, 4.7), layout="constrained")
     axis: Any = figure.subplots()
-    for row, branch in enumerate(branches):
+    for row, branch in enumerate(("attention", "MLP")):
         y = -2.0 * row
-        axis.annotate("", (len(BRANCH) + 0.6, y), (-0.9, y), arrowprops={"arrowstyle": "->", "color": GREY})
+        axis.annotate("", (len(BRANCH) + 0.6, y), (-0.9, y), arrowprops={"arrowstyle": "->", "color": GRAY})
         axis.text(-1.0, y, "tokens" if row == 0 else "", ha="right", va="center", fontsize=10)
         end = len(BRANCH) - 1                        # the sum, which also gets what went around the branch
         axis.plot([-0.6, -0.6, end], [y, y - 0.5, y - 0.5], color=BLUE)
@@ -70,6 +71,6 @@ def adaln_block(branches: Sequence[str] = ("attention", "MLP")) -> Figure:
     axis.text(-1.0, 1.05, "condition → SiLU → ada:\nsix vectors for each sample", ha="left", va="center", fontsize=9,
               color=ORANGE)
     axis.set_xlim(-1.9, len(BRANCH) + 0.7)
-    axis.set_ylim(-2.0 * (len(branches) - 1) - 0.9, 1.4)
+    axis.set_ylim(-2.9, 1.4)
     axis.set_axis_off()
     return figure

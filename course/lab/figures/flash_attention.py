@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from course.lab.figures.style import BLUE, GREY, ORANGE, label, panel
+from course.lab.figures.style import label, panel
 from course.lab.instruments.watched_memory import Accesses
+from course.utils.colors import BLUE, GRAY, ORANGE
 
 
 def tile_order(accesses: Accesses, rows: int, columns: int, D: int) -> np.ndarray:
@@ -41,9 +42,9 @@ def tiles_read(order: np.ndarray, rows: int, columns: int) -> Figure:
     return figure
 
 
-def square(block: int, tile: int, colour: str) -> Rectangle:
+def square(block: int, tile: int, color: str) -> Rectangle:
     """A tile's square."""
-    return Rectangle((tile, block), 1, 1, facecolor=colour, edgecolor=GREY, linewidth=1)
+    return Rectangle((tile, block), 1, 1, facecolor=color, edgecolor=GRAY, linewidth=1)
 
 
 def running_softmax(tops: Tensor, totals: Tensor, rows: Sequence[str]) -> Figure:
@@ -51,9 +52,9 @@ def running_softmax(tops: Tensor, totals: Tensor, rows: Sequence[str]) -> Figure
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes: Any = figure.subplots(1, 2)
     tiles = range(1, len(tops) + 1)
-    for i, (name, colour) in enumerate(zip(rows, (BLUE, ORANGE), strict=False)):
-        axes[0].step(tiles, tops[:, i], where="mid", color=colour, marker="o", label=name)
-        axes[1].step(tiles, totals[:, i], where="mid", color=colour, marker="o", label=name)
+    for i, (name, color) in enumerate(zip(rows, (BLUE, ORANGE), strict=False)):
+        axes[0].step(tiles, tops[:, i], where="mid", color=color, marker="o", label=name)
+        axes[1].step(tiles, totals[:, i], where="mid", color=color, marker="o", label=name)
     label(axes[0], "tiles so far", "largest score so far", "running maximum", "major")
     label(axes[1], "tiles so far", "sum of exponentials, relative to it", "running sum", "major")
     axes[0].legend()

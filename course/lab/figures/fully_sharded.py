@@ -6,8 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, SKY, label, name_rows
+from course.lab.figures.style import label, name_rows
 from course.lab.instruments.fully_sharded_timeline import ShardedTimeline, Span
+from course.utils.colors import COLLECTIVES, GRAY, MEMORY, STEP
 
 
 def timeline(recorded: ShardedTimeline, all_bytes: int, title: str = "") -> Figure:
@@ -17,26 +18,26 @@ def timeline(recorded: ShardedTimeline, all_bytes: int, title: str = "") -> Figu
     """
     figure = Figure(figsize=(9, 4.4), layout="constrained")
     axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    draw_spans(axes[0], 0, recorded.gathers, SKY)
-    draw_spans(axes[0], 1, recorded.forward, BLUE)
-    draw_spans(axes[0], 1, recorded.backward, ORANGE)
-    draw_spans(axes[0], 2, recorded.reduces, GREEN)
+    draw_spans(axes[0], 0, recorded.gathers, COLLECTIVES["all-gather"])
+    draw_spans(axes[0], 1, recorded.forward, STEP["forward"])
+    draw_spans(axes[0], 1, recorded.backward, STEP["backward"])
+    draw_spans(axes[0], 2, recorded.reduces, COLLECTIVES["reduce-scatter"])
     name_rows(axes[0], ["all-gather", "compute", "reduce-scatter"])
     label(axes[0], title=title)
     times = [0.0, *(1e3 * time for time, _ in recorded.memory)]
     axes[1].step(times, [(recorded.share_bytes + whole) / 1e6 for whole in (0, *(whole for _, whole in recorded.memory))],
-                 where="post", color=BLUE)
-    axes[1].axhline(all_bytes / 1e6, color=GREY, linestyle="--")
-    axes[1].text(0, all_bytes / 1e6, " all weights", color=GREY, fontsize=8, va="bottom")
+                 where="post", color=MEMORY["weights"])
+    axes[1].axhline(all_bytes / 1e6, color=GRAY, linestyle="--")
+    axes[1].text(0, all_bytes / 1e6, " all weights", color=GRAY, fontsize=8, va="bottom")
     axes[1].set_ylim(0, 1.15 * all_bytes / 1e6)
     label(axes[1], x="ms since the step began", y="MB of weights", grid="major")
-    figure.legend(handles=[Patch(color=colour, label=name) for name, colour in (("forward", BLUE), ("backward", ORANGE))],
+    figure.legend(handles=[Patch(color=STEP[name], label=name) for name in ("forward", "backward")],
                   loc="outside lower center", ncol=2, frameon=False, fontsize=9)
     return figure
 
 
-def draw_spans(axis: Any, row: int, spans: Sequence[Span], colour: str) -> None:
+def draw_spans(axis: Any, row: int, spans: Sequence[Span], color: str) -> None:
     """Draw spans as bars of a row, each with its unit's number."""
     for unit, begin, end in spans:
-        axis.barh(row, 1e3 * (end - begin), left=1e3 * begin, height=0.7, color=colour, edgecolor="white", linewidth=0.5)
+        axis.barh(row, 1e3 * (end - begin), left=1e3 * begin, height=0.7, color=color, edgecolor="white", linewidth=0.5)
         axis.text(1e3 * (begin + end) / 2, row, str(unit), ha="center", va="center", fontsize=8)

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from course.lab.figures.style import BLUE, GREY, ORANGE, SKY
+from course.utils.colors import BLUE, GRAY, ORANGE, PALE, SKY
 
 Kernel = tuple[str, Sequence[str], Sequence[str]]    # its name, and the names of the tensors that it reads and writes
 STEP = 0.42                                          # distance between two arrows
@@ -36,9 +36,9 @@ def trips(panels: Mapping[str, Sequence[Kernel]]) -> Figure:
         axis.set_title(f"{title}: {count} trips", fontsize=10, loc="left")
         axis.axis("off")
     for axis in figure.axes:
-        axis.add_patch(FancyBboxPatch((0, 0), max(ends) - STEP / 2, 0.18, boxstyle="round,pad=0.02", facecolor="#DDDDDD",
+        axis.add_patch(FancyBboxPatch((0, 0), max(ends) - STEP / 2, 0.18, boxstyle="round,pad=0.02", facecolor=PALE,
                                       edgecolor="white"))
-        axis.text((max(ends) - STEP / 2) / 2, 0.09, "memory", ha="center", va="center", fontsize=8, color=GREY)
+        axis.text((max(ends) - STEP / 2) / 2, 0.09, "memory", ha="center", va="center", fontsize=8, color=GRAY)
         axis.set_xlim(-0.1, max(ends))
         axis.set_ylim(-0.05, 1.6)
     return figure

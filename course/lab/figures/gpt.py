@@ -9,11 +9,11 @@ from matplotlib.patches import Patch, Rectangle
 
 from course import config
 from course.bench.megatron_grid import CASES, Case
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, bar_rows, bars, panel
+from course.lab.figures.style import bar_rows, bars, panel
 from course.planner import flops
+from course.utils.colors import AXES, BLUE, GRAY, RANKS
 
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
-KINDS = {"dp": BLUE, "tp": ORANGE, "pp": GREEN, "several": PURPLE, "one GPU": GREY}
+KINDS = {**{name: AXES[name] for name in ("dp", "tp", "pp", "several")}, "one GPU": GRAY}
 # choices of the widget: name -> cases of the source
 GROUPS = {"8 GPUs, 1536x16": [c for c in CASES if c.name.endswith("_16_1536x16")],
           "tp within a node and across": [c for c in CASES if c.layout[1] >= 8 and c.layout[2] == 1],
@@ -28,16 +28,16 @@ def packed_samples(lengths: Sequence[int], context: int) -> Figure:
     samples = max(0, total - 1) // context
     figure, axis = panel(9, 1.0 + 0.42 * samples)
     start = 0
-    for number, (length, colour) in enumerate(zip(lengths, cycle(COLOURS))):
+    for number, (length, color) in enumerate(zip(lengths, cycle(RANKS))):
         for token in range(start, start + length):
-            axis.add_patch(Rectangle((token, 0.1), 1, 0.8, facecolor=colour, edgecolor="white"))
+            axis.add_patch(Rectangle((token, 0.1), 1, 0.8, facecolor=color, edgecolor="white"))
         axis.text(start + length / 2, 0.5, f"document {number}" if length > 5 else str(number), ha="center", va="center",
                   color="white", fontsize=8)
         start += length
     for sample in range(samples):
         row, first = -0.9 - 0.9 * sample, sample * context
-        axis.add_patch(Rectangle((first, row), context, 0.7, facecolor=GREY, alpha=0.35, edgecolor=GREY))
-        axis.add_patch(Rectangle((first + context, row), 1, 0.7, facecolor="white", edgecolor=GREY, hatch="///"))
+        axis.add_patch(Rectangle((first, row), context, 0.7, facecolor=GRAY, alpha=0.35, edgecolor=GRAY))
+        axis.add_patch(Rectangle((first + context, row), 1, 0.7, facecolor="white", edgecolor=GRAY, hatch="///"))
         axis.text(first + context / 2, row + 0.35, f"sample {sample}", ha="center", va="center", fontsize=8)
     axis.set_xlim(-0.3, total + 0.3)
     axis.set_ylim(-0.9 * samples - 0.2, 1.0)
@@ -63,12 +63,12 @@ def grid(cases: Sequence[Case], title: str = "") -> Figure:
     figure = Figure(figsize=(11, 0.34 * len(cases) + 1.5), layout="constrained")
     axes: Any = figure.subplots(1, 3, sharey=True)
     kinds = {case.name: kind(case.layout) for case in cases}
-    colours = {name: KINDS.get(of, BLUE) for name, of in kinds.items()}
+    colors = {name: KINDS.get(of, BLUE) for name, of in kinds.items()}
     panels: dict[str, dict[str, float]] = {
         "ms an iteration": {case.name: case.ms for case in cases}, "MiB of a GPU": {case.name: case.mib for case in cases},
         "TFLOP/s of a GPU": {case.name: tflops(case) for case in cases}}
     for axis, (unit, values) in zip(axes, panels.items(), strict=True):
-        bar_rows(axis, values, unit, "", colours)
+        bar_rows(axis, values, unit, "", colors)
     there = [name for name in KINDS if name in kinds.values()]
     figure.legend(handles=[Patch(color=KINDS[name], label=name) for name in there], loc="outside lower center", ncol=len(there),
                   fontsize=9, frameon=False)
@@ -122,9 +122,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     return found
 
 
-def logits_bytes(batch: int, tokens: int, vocab: int, tp: int = 1, chunk: int = 0, itemsize: int = 4) -> int:
-    """Bytes of logits that a rank holds at a time: for all its tokens or a chunk, and its part of the vocabulary."""
-    return (min(chunk, batch * tokens) or batch * tokens) * (vocab // tp) * itemsize
+def logits_bytes(batch: int, tokens: int, vocab: int, tp: int = 1, chunk: int = 0) -> int:
+    """Bytes of float32 logits that a rank holds at a time: for all its tokens or a chunk, and its part of the vocabulary."""
+    return (min(chunk, batch * tokens) or batch * tokens) * (vocab // tp) * 4
 
 
 def explore_logits(vocabulary: int, batch: int, tp: int, chunk: int) -> Figure:

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY, label, panel
+from course.lab.figures.style import MARKS, label, panel
 from course.lab.instruments.watched_memory import Accesses
+from course.utils.colors import RANKS
 
-SHADES = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)
 OWN_WORDS = {"lesson": "this lesson", "compiled": "torch.compile"}
 
 
@@ -51,7 +51,7 @@ def draw_tile(axis: Any, place: np.ndarray, program: int) -> None:
     """Draw the elements of one program, (elements, 2), as a rectangle around them with the program's number."""
     top, left = place.min(0)
     height, width = place.max(0) + 1 - (top, left)
-    axis.add_patch(Rectangle((left, top), width, height, facecolor=SHADES[program % len(SHADES)], edgecolor="white"))
+    axis.add_patch(Rectangle((left, top), width, height, facecolor=RANKS[program % len(RANKS)], edgecolor="white"))
     axis.text(left + width / 2, top + height / 2, str(program), ha="center", va="center", color="white", fontsize=9)
 
 
@@ -65,12 +65,12 @@ def accesses_over_time(accesses: Accesses, names: Sequence[str]) -> Figure:
     """Each load (circle) and store (square) in its order, in its program's row, in the color of its tensor."""
     figure, axis = panel(8, 0.28 * len(accesses.programs) + 1.6)
     number = {program: i for i, program in enumerate(accesses.programs)}
-    for tensor, (name, (_, colour)) in enumerate(zip(names, MARKS, strict=False)):
+    for tensor, (name, (_, color)) in enumerate(zip(names, MARKS, strict=False)):
         for stored, mark, verb in ((False, "o", "read"), (True, "s", "write")):
             points = [(when, number[visit.program]) for when, visit in enumerate(accesses.visits)
                       if (visit.tensor, visit.stored) == (tensor, stored)]
             if points:
-                axis.plot(*zip(*points, strict=True), mark, color=colour, label=f"{verb} {name}", linestyle="")
+                axis.plot(*zip(*points, strict=True), mark, color=color, label=f"{verb} {name}", linestyle="")
     axis.locator_params(axis="x", integer=True)
     axis.set_yticks(range(len(accesses.programs)))
     axis.set_ylim(len(accesses.programs) - 0.5, -0.5)

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from course.parallel.mesh import AXES, groups, lay_out
+from course.utils.colors import GRAY, RANKS
 
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -32,12 +31,12 @@ def mesh(sizes: Mapping[str, int], order: str, per_node: int, axis: str) -> Figu
     picture = figure.subplots()
     for rank in range(grid.numel()):
         node, place = divmod(rank, per_node)
-        colour = COLOURS[letter[rank] % len(COLOURS)]
-        picture.add_patch(Rectangle((place + 0.05, -node + 0.1), 0.9, 0.75, facecolor=colour, alpha=0.35, edgecolor=colour))
+        color = RANKS[letter[rank] % len(RANKS)]
+        picture.add_patch(Rectangle((place + 0.05, -node + 0.1), 0.9, 0.75, facecolor=color, alpha=0.35, edgecolor=color))
         picture.text(place + 0.5, -node + 0.6, LETTERS[letter[rank] % len(LETTERS)], ha="center", va="center", weight="bold")
         picture.text(place + 0.5, -node + 0.27, f"rank {rank}", ha="center", va="center", fontsize=8)
     for node in range(nodes):
-        picture.add_patch(Rectangle((-0.05, -node), per_node + 0.1, 0.95, fill=False, edgecolor=GREY, linewidth=1.5))
+        picture.add_patch(Rectangle((-0.05, -node), per_node + 0.1, 0.95, fill=False, edgecolor=GRAY, linewidth=1.5))
         picture.text(-0.15, -node + 0.47, f"node {node}", ha="right", va="center")
     picture.set_xlim(-1.2, per_node + 0.1)
     picture.set_ylim(-nodes + 0.9, 1.05)

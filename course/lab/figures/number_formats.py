@@ -9,7 +9,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY, label, name_rows, panel
+from course.lab.figures.style import MARKS, label, name_rows, panel
+from course.utils.colors import FORMATS as FORMAT_COLORS
+from course.utils.colors import GRAY
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ class Format:
 # E4M3 has no infinity and one NaN, so it reaches 448 where IEEE's rules would end at 240 (arXiv:2209.05433, table 1)
 FORMATS = {"fp32": Format(8, 23), "tf32": Format(8, 10), "bf16": Format(8, 7), "fp16": Format(5, 10), "E5M2": Format(5, 2),
            "E4M3": Format(4, 3, 448.0)}
-COLOURS = dict(zip(FORMATS, (GREY, PURPLE, BLUE, GREEN, ORANGE, SKY), strict=True))
 
 
 def numbers(kind: Format, low: float, high: float) -> np.ndarray:
@@ -66,8 +67,8 @@ def ranges(names: Sequence[str] = tuple(FORMATS)) -> Figure:
     for row, name in enumerate(names):
         kind = FORMATS[name]
         low, normal, high = np.log2([kind.smallest, kind.normal, kind.largest])
-        axis.barh(row, high - normal, left=normal, color=COLOURS[name], height=0.7)
-        axis.barh(row, normal - low, left=low, color=COLOURS[name], alpha=0.35, height=0.7)
+        axis.barh(row, high - normal, left=normal, color=FORMAT_COLORS[name], height=0.7)
+        axis.barh(row, normal - low, left=low, color=FORMAT_COLORS[name], alpha=0.35, height=0.7)
         axis.text(high + 3, row, f"{kind.exponent} + {kind.mantissa} bits", va="center", fontsize=9)
     name_rows(axis, names)
     axis.set_xlim(-155, 175)
@@ -81,7 +82,7 @@ def steps(names: Sequence[str] = ("bf16", "E4M3", "E5M2"), low: float = 1.0, hig
     """The numbers of some formats from `low` to `high`, as ticks."""
     figure, axis = panel(8, 0.5 * len(names) + 1.1)
     for row, name in enumerate(names):
-        axis.vlines(numbers(FORMATS[name], low, high), row - 0.35, row + 0.35, color=COLOURS[name],
+        axis.vlines(numbers(FORMATS[name], low, high), row - 0.35, row + 0.35, color=FORMAT_COLORS[name],
                     linewidth=0.6 if FORMATS[name].mantissa > 4 else 2)
     name_rows(axis, names)
     label(axis, x="the numbers that there are", title="Steps double with each power of two")
@@ -104,18 +105,18 @@ def magnitudes(groups: Mapping[str, Tensor], bars: Mapping[str, float], title: s
     """
     figure = Figure(figsize=(8, 3.2 + 0.3 * len(bars)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 0.5 * len(bars) + 0.3])
-    for (name, x), (_, colour) in zip(groups.items(), cycle(MARKS)):
+    for (name, x), (_, color) in zip(groups.items(), cycle(MARKS)):
         powers, percent = exponents(x, low, high)
-        above.step(powers, percent, where="post", color=colour, label=name)
+        above.step(powers, percent, where="post", color=color, label=name)
     above.set_ylabel("% of the numbers")
     above.legend(fontsize=9)
     above.grid(alpha=0.3)
     for row, (name, scale) in enumerate(bars.items()):
         kind = FORMATS[name.split(",")[0]]
         start, normal, end = np.clip(np.log2([kind.smallest, kind.normal, kind.largest]) - np.log2(scale), low, high)
-        colour = COLOURS[name.split(",")[0]]
-        below.barh(row, end - normal, left=normal, color=colour, height=0.7)
-        below.barh(row, normal - start, left=start, color=colour, alpha=0.35, height=0.7)
+        color = FORMAT_COLORS[name.split(",")[0]]
+        below.barh(row, end - normal, left=normal, color=color, height=0.7)
+        below.barh(row, normal - start, left=start, color=color, alpha=0.35, height=0.7)
     below.set_yticks(range(len(bars)), list(bars), fontsize=9)
     below.set_ylim(len(bars) - 0.5, -0.5)
     below.set_xlim(low, high)
@@ -127,9 +128,9 @@ def magnitudes(groups: Mapping[str, Tensor], bars: Mapping[str, float], title: s
 def amax_and_limits(amaxes: Sequence[float], allowed: Mapping[str, Sequence[float]], title: str = "") -> Figure:
     """A tensor's amax per step, and the largest number that each recipe's scale can represent in that step."""
     figure, axis = panel(8, 3.4)
-    axis.semilogy(range(1, len(amaxes) + 1), amaxes, "o", color=GREY, markersize=4, label="amax of the tensor in this step")
-    for (name, level), (_, colour) in zip(allowed.items(), cycle(MARKS)):
-        axis.step(range(1, len(level) + 1), level, where="mid", color=colour, label=name)
+    axis.semilogy(range(1, len(amaxes) + 1), amaxes, "o", color=GRAY, markersize=4, label="amax of the tensor in this step")
+    for (name, level), (_, color) in zip(allowed.items(), cycle(MARKS)):
+        axis.step(range(1, len(level) + 1), level, where="mid", color=color, label=name)
     label(axis, x="step", y="magnitude", title=title, grid="major")
     axis.legend(fontsize=9)
     return figure

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from course.bench import recorded_steps
 from course.config import Config, load, validation
-from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY, label, name_rows, panel
+from course.lab.figures.style import MARKS, label, name_rows, panel
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.planner import hardware as presets
 from course.planner import memory, step_time
@@ -19,18 +19,20 @@ from course.planner.memory import Memory
 from course.planner.other_implementations import Workload16Bit, workload_as
 from course.planner.search_space import FREE
 from course.planner.step_time import Time
+from course.utils.colors import AMBER, AXES, BLUE, GRAY, KERNELS, MEMORY, ORANGE, STEP
 from course.utils.errors import CourseError
 
-AMBER, YELLOW = "#E69F00", "#F0E442"
 # pieces of a bar: label, attributes to add up, color, hatch
-TIME = (("matmuls", ("matmul",), BLUE, ""), ("attention", ("attention",), SKY, ""), ("bound by memory", ("memory",), GREEN, ""),
-        ("recomputed", ("recompute",), GREEN, "///"), ("optimizer", ("optimizer",), PURPLE, ""), ("tp", ("tensor",), ORANGE, ""),
-        ("cp", ("context",), ORANGE, "///"), ("dp", ("data",), AMBER, ""), ("pipeline", ("send", "bubble"), YELLOW, ""),
-        ("host, loader", ("launch", "loading"), GREY, ""))
-BYTES = (("weights", ("parameters", "copies"), BLUE, ""), ("gradients", ("gradients",), ORANGE, ""),
-         ("optimizer states", ("states", "average"), PURPLE, ""), ("activations", ("activations",), GREEN, ""),
-         ("logits, batch", ("logits", "batch"), SKY, ""), ("work space", ("buffers", "workspace"), YELLOW, ""),
-         ("reserve", ("reserve",), GREY, ""))
+TIME = (("matmuls", ("matmul",), KERNELS["matmul"], ""), ("attention", ("attention",), KERNELS["attention"], ""),
+        ("bound by memory", ("memory",), KERNELS["other"], ""), ("recomputed", ("recompute",), KERNELS["matmul"], "///"),
+        ("optimizer", ("optimizer",), KERNELS["optimizer"], ""), ("tp", ("tensor",), AXES["tp"], ""),
+        ("cp", ("context",), AXES["cp"], ""), ("dp", ("data",), AXES["dp"], ""), ("pipeline", ("send", "bubble"), AXES["pp"], ""),
+        ("host, loader", ("launch", "loading"), STEP["launch"], ""))
+BYTES = (("weights", ("parameters", "copies"), MEMORY["weights"], ""), ("gradients", ("gradients",), MEMORY["gradients"], ""),
+         ("optimizer states", ("states", "average"), MEMORY["optimizer states"], ""),
+         ("activations", ("activations",), MEMORY["activations"], ""),
+         ("logits, batch", ("logits", "batch"), MEMORY["logits"], ""),
+         ("work space", ("buffers", "workspace"), MEMORY["workspace"], ""), ("reserve", ("reserve",), MEMORY["reserve"], ""))
 Kinds = tuple[tuple[str, tuple[str, ...], str, str], ...]
 
 
@@ -39,10 +41,10 @@ Kinds = tuple[tuple[str, tuple[str, ...], str, str], ...]
 def scatter(points: Mapping[str, Sequence[tuple[float, float]]], unit: str, title: str = "", band: float = 0.1) -> Figure:
     """Predicted / measured over measured, for groups of (measured, predicted). In the gray band errors are below `band`."""
     figure, axis = panel(7.5, 4.2)
-    axis.axhspan(1 - band, 1 + band, color=GREY, alpha=0.2, label=f"within {band:.0%}")
-    axis.axhline(1, color=GREY, linewidth=1)
-    for (name, group), (mark, colour) in zip(points.items(), cycle([*MARKS, ("X", AMBER), ("*", "black")])):
-        axis.plot([x for x, _ in group], [y / x for x, y in group], mark, color=colour, label=f"{name} ({len(group)})",
+    axis.axhspan(1 - band, 1 + band, color=GRAY, alpha=0.2, label=f"within {band:.0%}")
+    axis.axhline(1, color=GRAY, linewidth=1)
+    for (name, group), (mark, color) in zip(points.items(), cycle([*MARKS, ("X", AMBER), ("*", "black")])):
+        axis.plot([x for x, _ in group], [y / x for x, y in group], mark, color=color, label=f"{name} ({len(group)})",
                   markersize=6, markeredgecolor="white", markeredgewidth=0.5)
     axis.set_xscale("log")
     label(axis, x=f"measured, {unit}", y="predicted / measured", grid="both")
@@ -55,19 +57,19 @@ def errors(groups: Mapping[str, Mapping[str, float]], title: str = "", limit: fl
     """Prediction errors, group -> case -> error, as dots; errors of `limit` or more are orange squares."""
     cases = [(group, name, error) for group, found in groups.items() for name, error in found.items()]
     figure, axis = panel(8.5, 0.2 * len(cases) + 1.3)
-    axis.axvspan(-100 * limit, 100 * limit, color=GREY, alpha=0.15)
-    axis.axvline(0, color=GREY, linewidth=1)
+    axis.axvspan(-100 * limit, 100 * limit, color=GRAY, alpha=0.15)
+    axis.axvline(0, color=GRAY, linewidth=1)
     for row, (_, _, error) in enumerate(cases):
-        colour, mark = (ORANGE, "s") if abs(error) >= limit else (BLUE, "o")
-        axis.plot([0, 100 * error], [row, row], color=colour, linewidth=1)
-        axis.plot(100 * error, row, mark, color=colour, markersize=5)
+        color, mark = (ORANGE, "s") if abs(error) >= limit else (BLUE, "o")
+        axis.plot([0, 100 * error], [row, row], color=color, linewidth=1)
+        axis.plot(100 * error, row, mark, color=color, markersize=5)
         axis.text(100 * error + (2 if error >= 0 else -2), row, f"{error:+.0%}", va="center", fontsize=7,
                   ha="left" if error >= 0 else "right")
     axis.set_yticks(range(len(cases)), [f"{group}: {name}" for group, name, _ in cases], fontsize=7)
     axis.set_ylim(len(cases) - 0.5, -0.5)
     widest = max(100 * limit, *(100 * abs(error) for *_, error in cases))
     axis.set_xlim(-1.2 * widest, 1.2 * widest)
-    label(axis, x=f"predicted less measured, % of measured (grey: less than {limit:.0%})", title=title)
+    label(axis, x=f"predicted less measured, % of measured (gray: less than {limit:.0%})", title=title)
     return figure
 
 
@@ -92,12 +94,12 @@ def pieces(kinds: Kinds, found: Time | Memory, factor: float) -> dict[str, float
 
 def bars(axis: Any, found: Mapping[str, Mapping[str, float]], kinds: Kinds, unit: str, title: str = "") -> None:
     """A horizontal bar per name on an axis, in the colors of `kinds`, with its total."""
-    looks = {word: (colour, hatch) for word, _, colour, hatch in kinds}
+    looks = {word: (color, hatch) for word, _, color, hatch in kinds}
     for row, parts in enumerate(found.values()):
         start = 0.0
         for word, size in parts.items():
-            colour, hatch = looks[word]
-            axis.barh(row, size, left=start, height=0.7, color=colour, hatch=hatch, edgecolor="white", label=word)
+            color, hatch = looks[word]
+            axis.barh(row, size, left=start, height=0.7, color=color, hatch=hatch, edgecolor="white", label=word)
             start += size
         axis.text(start, row, f" {start:,.3g} {unit}" if start < 1000 else f" {start:,.0f} {unit}", va="center", fontsize=9)
     name_rows(axis, found, size=9)
@@ -244,7 +246,7 @@ def scaling(axis: Any, model: str, chosen: Hardware, kind: str, values: Mapping[
         rates[gpus] = time_of(config, chosen, kind).samples_per_s, fits
     first = min(rates)
     counts = list(rates)
-    axis.loglog(counts, [rates[first][0] * n / first for n in counts], color=GREY, linestyle=":", label="ideal")
+    axis.loglog(counts, [rates[first][0] * n / first for n in counts], color=GRAY, linestyle=":", label="ideal")
     axis.loglog(counts, [rates[n][0] for n in counts], color=BLUE, label="predicted")
     for fits, face, word in ((True, BLUE, "fits"), (False, "white", "does not fit")):
         some = [n for n in counts if rates[n][1] == fits]

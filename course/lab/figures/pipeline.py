@@ -6,12 +6,14 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course.lab.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, panel
+from course.lab.figures.style import panel
 from course.parallel.pipeline_parallel.schedules import Pass, alive, bubble, idle_share, passes_of, timeline
+from course.utils.colors import PALE, RANKS, STEP
 
 When = Mapping[tuple[int, Pass], tuple[float, float]]
 MOST_NUMBERED = 300                                  # with more boxes, they are too narrow for numbers
-FORWARD, BACKWARD = (BLUE, SKY, PURPLE, "#BBCCEE"), (ORANGE, "#E69F00", GREEN, "#F0E442")        # by chunk
+KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+OPACITY = (1.0, 0.7, 0.5, 0.3)                       # of a chunk
 
 
 def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a micro-batch", note: str = "") -> Figure:
@@ -24,22 +26,23 @@ def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a
     for number, (name, when) in enumerate(runs.items()):
         axis: Any = figure.add_subplot(len(runs), 1, number + 1)
         for (rank, work), (start, end) in when.items():
-            colour = (FORWARD if work.kind == "F" else BACKWARD)[work.chunk % 4]
-            axis.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, facecolor=colour, edgecolor="white"))
+            axis.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, facecolor=STEP[KINDS[work.kind]],
+                                     alpha=OPACITY[work.chunk % 4], edgecolor="white"))
             if len(when) <= MOST_NUMBERED:
                 axis.text((start + end) / 2, rank, str(work.micro), ha="center", va="center", fontsize=7)
         axis.set_xlim(0, longest)
         axis.set_ylim(p - 0.5, -0.5)
         axis.set_yticks(range(p), [f"rank {rank}" for rank in range(p)])
-        axis.set_facecolor("#DDDDDD")
+        axis.set_facecolor(PALE)
         axis.set_title(f"{name}: idle {idle_share(when, p):.1%}", fontsize=10, loc="left")
     axis.set_xlabel(f"time ({unit})")
     if note:
         figure.suptitle(note, fontsize=9)
     chunks = 1 + max(work.chunk for when in runs.values() for _, work in when)
-    boxes = [Patch(color=colours[chunk], label=kind + (f", chunk {chunk}" if chunks > 1 else ""))
-             for chunk in range(min(chunks, 4)) for kind, colours in (("forward", FORWARD), ("backward", BACKWARD))]
-    figure.legend(handles=[*boxes, Patch(color="#DDDDDD", label="idle")], loc="outside lower center", ncol=5, fontsize=8)
+    there = {work.kind for when in runs.values() for _, work in when}
+    boxes = [Patch(color=STEP[name], alpha=OPACITY[chunk], label=name + (f", chunk {chunk}" if chunks > 1 else ""))
+             for chunk in range(min(chunks, 4)) for kind, name in KINDS.items() if kind in there]
+    figure.legend(handles=[*boxes, Patch(color=PALE, label="idle")], loc="outside lower center", ncol=5, fontsize=8)
     return figure
 
 
@@ -56,14 +59,14 @@ def simulated(schedule: str, p: int, m: int, v: int = 1) -> Figure:
     return timelines({title: timeline(made, v)}, p, note=note)
 
 
-def activations_kept(runs: Mapping[str, list[list[Pass]]], v: Mapping[str, int] | None = None) -> Figure:
-    """Bars per rank: the most micro-batches whose activations it keeps, in units of activations of all its layers."""
+def activations_kept(runs: Mapping[str, list[list[Pass]]]) -> Figure:
+    """Bars per rank: the most micro-batches whose activations it keeps."""
     figure, axis = panel(7, 3.2)
     width = 0.8 / len(runs)
-    for number, ((name, made), colour) in enumerate(zip(runs.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False)):
-        heights = [alive(passes) / (v or {}).get(name, 1) for passes in made]
+    for number, ((name, made), color) in enumerate(zip(runs.items(), RANKS, strict=False)):
+        heights = [alive(passes) for passes in made]
         axis.bar([rank + (number - (len(runs) - 1) / 2) * width for rank in range(len(made))], heights, width, label=name,
-                 color=colour, edgecolor="white")
+                 color=color, edgecolor="white")
     axis.set_xticks(range(len(made)), [f"rank {rank}" for rank in range(len(made))])
     axis.set_ylabel("micro-batches kept at most")
     axis.grid(alpha=0.3, axis="y")

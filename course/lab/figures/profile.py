@@ -6,11 +6,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, label, name_rows, panel
+from course.lab.figures.style import label, name_rows, panel
 from course.training import trace_breakdown
-from course.training.trace_breakdown import COLOURS, LABELS
+from course.training.trace_breakdown import LABELS
+from course.utils.colors import GRAY, KERNELS, STEP
 
-KIND = {"attention": ORANGE, "matmul": BLUE, "optimizer": GREEN, "communication": PURPLE, "copy": "#E69F00", "other": SKY}
 LANES = ("parts", "launches", "operators", "GPU", "communication")
 MOST_NAMED = 0.04                                    # share of the width: shorter boxes get no name
 
@@ -50,15 +50,15 @@ def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None
         if start > end:
             continue
         place = lanes.index(lane)
-        axis.barh(place, min(stop, end) - start, left=start, height=0.8, color=KIND.get(kind, GREY),
+        axis.barh(place, min(stop, end) - start, left=start, height=0.8, color=KERNELS.get(kind, GRAY),
                   edgecolor="white", linewidth=0.3 if lane != "parts" else 1.0)
         if lane == "parts" and min(stop, end) - start > MOST_NAMED * end:
             axis.text((start + min(stop, end)) / 2, place, name, ha="center", va="center", fontsize=8, color="white")
     name_rows(axis, lanes)
     axis.set_xlim(0, end)
     label(axis, x="microseconds", title=title)
-    kinds = [kind for kind in KIND if any(row[2] == kind for row in rows)]
-    figure.legend(handles=[Patch(color=KIND[kind], label=kind) for kind in kinds], loc="outside lower center", ncols=6,
+    kinds = [kind for kind in KERNELS if any(row[2] == kind for row in rows)]
+    figure.legend(handles=[Patch(color=KERNELS[kind], label=kind) for kind in kinds], loc="outside lower center", ncols=6,
                   frameon=False, fontsize=8)
     return figure
 
@@ -78,14 +78,15 @@ def blocks(steps: Mapping[str, Sequence[Sequence[Any]]], title: str = "") -> Fig
     longest = max(stop for kernels in found.values() for _, _, stop in kernels)
     for place, kernels in enumerate(found.values()):
         for kind, start, stop in kernels:
-            axis.barh(place, stop - start, left=start, height=0.7, color=KIND.get(kind, GREY), edgecolor="white", linewidth=0.3)
+            axis.barh(place, stop - start, left=start, height=0.7, color=KERNELS.get(kind, GRAY), edgecolor="white",
+                      linewidth=0.3)
         axis.text(kernels[-1][2], place, f" {len(kernels)} kernels", va="center", fontsize=9)
     name_rows(axis, steps)
     axis.set_xlim(0, 1.14 * longest)
     label(axis, x="microseconds", title=title)
     kinds = {kind for kernels in found.values() for kind, _, _ in kernels}
-    figure.legend(handles=[Patch(color=KIND[kind], label=kind) for kind in KIND if kind in kinds], loc="outside lower center",
-                  ncols=6, frameon=False, fontsize=8)
+    figure.legend(handles=[Patch(color=KERNELS[kind], label=kind) for kind in KERNELS if kind in kinds],
+                  loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     return figure
 
 
@@ -96,13 +97,13 @@ def shares(accounts: Mapping[str, Mapping[str, float]], title: str = "") -> Figu
         whole, left = sum(time.values()), 0.0
         for key in LABELS:
             share = 100 * time.get(key, 0.0) / whole
-            axis.barh(row, share, left=left, color=COLOURS[key], edgecolor="white")
+            axis.barh(row, share, left=left, color=STEP[key], edgecolor="white")
             left += share
     axis.set_yticks(range(len(accounts)), [f"{name}: {sum(time.values()):.3g} ms" for name, time in accounts.items()])
     axis.set_ylim(len(accounts) - 0.5, -0.5)
     axis.set_xlim(0, 100)
     label(axis, x="% of the step", title=title)
     there = [key for key in LABELS if any(time.get(key, 0.0) > 0 for time in accounts.values())]
-    figure.legend(handles=[Patch(color=COLOURS[key], label=LABELS[key]) for key in there], loc="outside lower center", ncols=4,
+    figure.legend(handles=[Patch(color=STEP[key], label=LABELS[key]) for key in there], loc="outside lower center", ncols=4,
                   frameon=False, fontsize=8)
     return figure

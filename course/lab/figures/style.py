@@ -1,4 +1,4 @@
-"""Shared style and basic plots of the lessons' figures, in colorblind-safe colors."""
+"""Shared style and basic plots of the lessons' figures; their colors are in `course/utils/colors.py`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course.utils.plots import FIELD
+from course.utils.colors import AXES, BLUE, GRAY, GREEN, MEMORY, ORANGE, PURPLE, SKY, field_map
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#666666"
-MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", SKY), ("P", GREY)]
+MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", SKY), ("P", GRAY)]
 
 
 def panel(width: float, height: float) -> tuple[Figure, Any]:
@@ -37,20 +36,22 @@ def name_rows(axis: Any, names: Iterable[str], size: int = 10) -> None:
 
 def stacked(bars: Mapping[str, Mapping[str, float]], x: str, title: str = "",
             limits: Mapping[str, float] | None = None) -> Figure:
-    """A stacked horizontal bar per name, with its sum; `limits` are vertical lines to stay below."""
+    """A stacked horizontal bar per name, with its sum; `limits` are vertical lines to stay below. Mesh axes and kinds of memory
+    have colors of their own."""
     figure, axis = panel(8, 0.36 * len(bars) + 1.6)
     left = [0.0] * len(bars)
-    for part, (_, colour) in zip(dict.fromkeys(part for row in bars.values() for part in row), cycle(MARKS)):
+    known = {**AXES, **MEMORY}
+    for part, (_, other) in zip(dict.fromkeys(part for row in bars.values() for part in row), cycle(MARKS)):
         widths = [row.get(part, 0.0) for row in bars.values()]
-        axis.barh(range(len(bars)), widths, left=left, color=colour, edgecolor="white", label=part)
+        axis.barh(range(len(bars)), widths, left=left, color=known.get(part, other), edgecolor="white", label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
         axis.annotate(f"{total:.3g}", (total, row), (4, 0), textcoords="offset points", va="center", fontsize=9, zorder=3,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})        # above the limit lines
     name_rows(axis, bars)
     for name, limit in (limits or {}).items():
-        axis.axvline(limit, color=GREY, linestyle="--")
-        axis.text(limit, -0.72, f"{name} ", fontsize=8, ha="right", va="center", color=GREY)
+        axis.axvline(limit, color=GRAY, linestyle="--")
+        axis.text(limit, -0.72, f"{name} ", fontsize=8, ha="right", va="center", color=GRAY)
         axis.set_ylim(top=-1.0)
     axis.set_xlim(0, 1.15 * max([*left, *(limits or {}).values()]))
     label(axis, x=x, title=title)
@@ -65,11 +66,11 @@ def bars(values: Mapping[str, float], unit: str, title: str = "") -> Figure:
     return figure
 
 
-def bar_rows(axis: Any, values: Mapping[str, float], unit: str, title: str, colours: Mapping[str, str] | None = None) -> None:
+def bar_rows(axis: Any, values: Mapping[str, float], unit: str, title: str, colors: Mapping[str, str] | None = None) -> None:
     """Draw horizontal bars on an axis, the first at the top, each with its value."""
     most = max(values.values())
     for row, (name, value) in enumerate(values.items()):
-        axis.barh(row, value, color=(colours or {}).get(name, BLUE), edgecolor="white")
+        axis.barh(row, value, color=(colors or {}).get(name, BLUE), edgecolor="white")
         axis.text(value + 0.01 * most, row, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", va="center", fontsize=9)
     name_rows(axis, values, size=9)
     axis.set_xlim(0, 1.22 * most)
@@ -88,10 +89,10 @@ def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, t
     figure, axis = panel(6.5, 4.2)
     intensity = np.logspace(-2, 4, 200)
     for (name, (peak, width)), dash in zip(ceilings.items(), cycle(("-", "--", "-."))):
-        axis.loglog(intensity, np.minimum(peak, width * intensity), color=GREY, linestyle=dash, label=name)
-        axis.axvline(peak / width, color=GREY, linestyle=":", linewidth=1)
-    for (name, (x, y)), (mark, colour) in zip((points or {}).items(), cycle(MARKS)):
-        axis.plot(x, y, mark, color=colour, label=name, linestyle="")
+        axis.loglog(intensity, np.minimum(peak, width * intensity), color=GRAY, linestyle=dash, label=name)
+        axis.axvline(peak / width, color=GRAY, linestyle=":", linewidth=1)
+    for (name, (x, y)), (mark, color) in zip((points or {}).items(), cycle(MARKS)):
+        axis.plot(x, y, mark, color=color, label=name, linestyle="")
     label(axis, x="arithmetic intensity (FLOPs a byte)", y="FLOP/s", title=title, grid="both")
     axis.legend(loc="lower right")
     return figure
@@ -101,11 +102,11 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
            levels: Mapping[str, float] | None = None) -> Figure:
     """Lines, name -> (xs, ys), in one panel; `levels` are horizontal lines to compare with."""
     figure, axis = panel(6.5, 3.8)
-    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
-        axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 60 else "", markevery=1 + len(xs) // 15,
+    for (name, (xs, ys)), (mark, color) in zip(lines.items(), cycle(MARKS)):
+        axis.plot(xs, ys, color=color, label=name, marker=mark if len(xs) < 60 else "", markevery=1 + len(xs) // 15,
                   linewidth=1.5 if len(xs) < 100 else 0.9)
     for (name, level), dash in zip((levels or {}).items(), cycle(("--", ":", "-."))):
-        axis.axhline(level, color=GREY, linestyle=dash, label=name)
+        axis.axhline(level, color=GRAY, linestyle=dash, label=name)
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, level - 0.04 * (high - low)), max(high, level + 0.04 * (high - low)))    # away from the frame
     label(axis, x=x, y=y, grid="major")
@@ -120,7 +121,8 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 def patches(field: np.ndarray, side: int, title: str = "") -> Figure:
     """An (H, W) field with its grid of patches of `side` x `side` points, one of them marked: each becomes a token."""
     figure, axis = panel(7, 3.6)
-    axis.imshow(field, cmap=FIELD, interpolation="nearest")
+    palette, low, high = field_map(float(field.min()), float(field.max()))
+    axis.imshow(field, cmap=palette, vmin=low, vmax=high, interpolation="nearest")
     height, width = field.shape
     axis.set_xticks(np.arange(0, width, side) - 0.5, labels=[])
     axis.set_yticks(np.arange(0, height, side) - 0.5, labels=[])
@@ -144,7 +146,7 @@ def grouped_bars(groups: Mapping[str, Mapping[str, float]], unit: str, title: st
     marks = []
     for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=True):
         for row, (name, value) in enumerate(bars.items()):
-            axis.barh(row, value, height=0.7, color=BLUE if row else GREY)
+            axis.barh(row, value, height=0.7, color=BLUE if row else GRAY)
             times = f",  {value / next(iter(bars.values())):.2f}×" if row else ""
             axis.text(value + 0.01 * most, row, f"{value:.3g}{times}", va="center", fontsize=9)
             if predicted and name in predicted:

@@ -12,12 +12,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from course.lab.instruments.forward_trace import Event, Held, Part
+from course.utils.colors import COLLECTIVES, GRAY, RANKS
 
-RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 CELLS = 48                                           # maximum squares per side in the picture of a tensor
-COLLECTIVES = {"all-reduce": PURPLE, "all-gather": SKY, "reduce-scatter": GREEN, "send": ORANGE}
 
 
 def held_share(parts: Sequence[Part]) -> np.ndarray:
@@ -44,12 +42,12 @@ def parameters(ranks: Sequence[Held], names: Mapping[str, str], of: str = "param
     """
     figure = Figure(figsize=(1.5 + 1.15 * len(names), 0.4 + 1.05 * len(ranks)), layout="constrained")
     axes: Any = figure.subplots(len(ranks), len(names), squeeze=False)
-    for rank, (held, colour) in enumerate(zip(ranks, cycle(RANKS))):
+    for rank, (held, color) in enumerate(zip(ranks, cycle(RANKS))):
         for axis, (label, name) in zip(axes[rank], names.items(), strict=True):
             parts = [part for part in getattr(held, of) if part.name == name]
             share = held_share(parts) if parts else np.zeros((1, 1))
             rows, columns = share.shape
-            axis.imshow(rgba(colour, share), extent=(0, columns, rows, 0), aspect="auto", interpolation="nearest")
+            axis.imshow(rgba(color, share), extent=(0, columns, rows, 0), aspect="auto", interpolation="nearest")
             axis.set(xticks=[], yticks=[], facecolor="white")
             axis.set_xlabel(f"{share.mean():.0%}", fontsize=8, labelpad=2)
             if rank == 0:
@@ -59,9 +57,9 @@ def parameters(ranks: Sequence[Held], names: Mapping[str, str], of: str = "param
     return figure
 
 
-def rgba(colour: str, share: np.ndarray) -> np.ndarray:
+def rgba(color: str, share: np.ndarray) -> np.ndarray:
     """(rows, columns, 4): a color with the share as opacity."""
-    red, green, blue = (int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5))
+    red, green, blue = (int(color[place:place + 2], 16) / 255 for place in (1, 3, 5))
     return np.stack([np.full_like(share, value) for value in (red, green, blue)] + [0.85 * share], axis=-1)
 
 
@@ -91,12 +89,12 @@ def forward(serial: Held, ranks: Sequence[Held], names: Mapping[str, str], title
     rows = [chosen(held.events, names) for held in ranks]
     figure = Figure(figsize=(1.2 + 0.95 * len(rows[0]), 0.9 + 1.15 * len(ranks)), layout="constrained")
     axis: Any = figure.subplots()
-    for rank, (row, colour) in enumerate(zip(rows, cycle(RANKS))):
+    for rank, (row, color) in enumerate(zip(rows, cycle(RANKS))):
         for place, (label, event) in enumerate(row):
             if event.collective:
                 draw_collective(axis, place, rank, len(ranks), event)
                 continue
-            draw_activation(axis, place, rank, event.shape, whole[event.name], colour)
+            draw_activation(axis, place, rank, event.shape, whole[event.name], color)
             if rank == 0:
                 axis.text(place + 0.5, -0.55, label, ha="center", va="bottom", fontsize=9)
     axis.set_xlim(0, len(rows[0]))
@@ -118,7 +116,7 @@ def draw_collective(axis: Any, place: float, rank: int, ranks: int, event: Event
         axis.annotate("", (place + 0.62, to), (place + 0.38, rank), arrowprops={
             "arrowstyle": "->", "color": COLLECTIVES[kind], "linewidth": 1.5, "connectionstyle": "arc3,rad=-0.15"})
     elif rank == 0:
-        axis.add_patch(Rectangle((place + 0.32, -0.42), 0.36, ranks - 0.16, facecolor=COLLECTIVES.get(kind, GREY), alpha=0.5))
+        axis.add_patch(Rectangle((place + 0.32, -0.42), 0.36, ranks - 0.16, facecolor=COLLECTIVES.get(kind, GRAY), alpha=0.5))
         axis.text(place + 0.5, ranks / 2 - 0.5, f"{event.name}\n{' × '.join(map(str, event.shape))}", rotation=90, ha="center",
                   va="center", fontsize=8)
 
@@ -128,12 +126,12 @@ def tokens_and_features(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[2], shape[1] * shape[3]) if len(shape) == 4 else (shape[-2], shape[-1])
 
 
-def draw_activation(axis: Any, place: float, rank: int, shape: tuple[int, ...], whole: tuple[int, ...], colour: str) -> None:
+def draw_activation(axis: Any, place: float, rank: int, shape: tuple[int, ...], whole: tuple[int, ...], color: str) -> None:
     """Draw the outline of the whole activation in a rank's row, with the rank's part filled."""
     (tokens, features), (all_tokens, all_features) = tokens_and_features(shape), tokens_and_features(whole)
     left, top, side = place + 0.14, rank - 0.36, 0.72
     down, across = side * tokens / all_tokens, side * features / all_features
     first_row, first_column = (rank * part % side if part < side else 0.0 for part in (down, across))     # the rank's part
-    axis.add_patch(Rectangle((left + first_column, top + first_row), across, down, facecolor=colour, alpha=0.85))
-    axis.add_patch(Rectangle((left, top), side, side, fill=False, edgecolor=GREY, linewidth=1))
+    axis.add_patch(Rectangle((left + first_column, top + first_row), across, down, facecolor=color, alpha=0.85))
+    axis.add_patch(Rectangle((left, top), side, side, fill=False, edgecolor=GRAY, linewidth=1))
     axis.text(place + 0.5, rank + 0.42, f"{tokens} × {features}", ha="center", va="top", fontsize=7)

@@ -13,6 +13,7 @@ from course.parallel import build_mesh, join
 from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.parallel.pipeline_parallel.schedules import Pass
 
+FORWARD, BACKWARD = 0.04, 0.08                       # seconds that a pass through all chunks of a rank takes
 PassTimes = dict[tuple[int, Pass], tuple[float, float]]  # (rank, pass) -> (start, end), like `timeline`
 
 
@@ -31,11 +32,8 @@ class Sleep(Function):
         return grad.clone(), None, None, None, None, None
 
 
-def run_pipeline(schedule: str, m: int, v: int = 1, forward: float = 0.04, backward: float = 0.08) -> PassTimes:
-    """Run the library's pipeline over all ranks; returns, on every rank, (start, end) in seconds of all ranks' passes.
-
-    forward, backward: seconds that a pass through all chunks of a rank takes.
-    """
+def run_pipeline(schedule: str, m: int, v: int = 1) -> PassTimes:
+    """Run the library's pipeline over all ranks; returns, on every rank, (start, end) in seconds of all ranks' passes."""
     world = join("cpu")
     mesh = build_mesh(Parallel(pp=world.size, chunks=v), world)
     mine: list[tuple[Pass, float, float]] = []
@@ -47,7 +45,7 @@ def run_pipeline(schedule: str, m: int, v: int = 1, forward: float = 0.04, backw
 
     def one(chunk: int, micro: int, x: Any) -> Tensor:
         x = torch.ones(1, 1, requires_grad=True) if x is None else x                # (1, 1)
-        y: Tensor = Sleep.apply(x, pause, chunk, micro, forward / v, backward / v)
+        y: Tensor = Sleep.apply(x, pause, chunk, micro, FORWARD / v, BACKWARD / v)
         return y.sum() if chunk == v - 1 and mesh.pp.rank == mesh.pp.size - 1 else y
 
     pipeline = Pipeline(mesh, schedule, v)

@@ -36,7 +36,7 @@ MISTAKES = {
     "kernels": (
         Mistake("nothing fuses", "if library or alone:", "if True:",
                 "adjacent operators that are neither matmul nor attention share a kernel"),
-        Mistake("all neighbours but one kernel", "if library or alone:", "if library or count == 0:",
+        Mistake("all neighbors but one kernel", "if library or alone:", "if library or count == 0:",
                 "after a matmul or attention a new kernel begins: earlier operators cannot join it"),
         Mistake("libraries' alone", "if library or alone:", "if library:",
                 "the operators between the libraries' kernels are a kernel too"),

@@ -100,7 +100,7 @@ MISTAKES = {
                 "the MLP has its own shift and scale, the fourth and the fifth part of `ada`'s output"),
         Mistake("one gate for both", "gate2[:, None] *", "gate1[:, None] *",
                 "the MLP has its own gate, the sixth part of `ada`'s output"),
-        Mistake("the branch of what is normalised", "x = x + gate1", "x = self.norm1(x) + gate1",
+        Mistake("the branch of what is normalized", "x = x + gate1", "x = self.norm1(x) + gate1",
                 "the residual sum adds the block's input x, not the output of the norm"),
     ),
     "guidance": (

@@ -314,7 +314,7 @@ def divide_by_size(x: Tensor, axis: Axis) -> None:
 
 
 def partition_into_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
-    """Neighbours together, up to `size` bytes, the same format in each; a larger one alone."""
+    """Neighbors together, up to `size` bytes, the same format in each; a larger one alone."""
     buckets: list[list[nn.Parameter]] = []
     full = 0.0
     for parameter in parameters:

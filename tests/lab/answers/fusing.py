@@ -59,16 +59,16 @@ def tame(x, sample, limit):
     return factor * x, largest
 ''',
 }
-# what is kept may also be the normalised x, with which x itself is not needed
+# what is kept may also be the normalized x, with which x itself is not needed
 KEEPS_THE_NORM = '''
 import torch
 
 class Modulate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift, scale, eps):
-        centred = x - x.mean(2, keepdim=True)
-        r = 1 / (centred.pow(2).mean(2, keepdim=True) + eps).sqrt()
-        n = centred * r
+        centered = x - x.mean(2, keepdim=True)
+        r = 1 / (centered.pow(2).mean(2, keepdim=True) + eps).sqrt()
+        n = centered * r
         ctx.save_for_backward(n, r, scale)
         return torch.addcmul(shift[:, None], n, 1 + scale[:, None])
 
