@@ -7,7 +7,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course.config import Config, Parallel
 from course.models import DiTConfig, GPTConfig, ModelConfig
@@ -19,7 +19,7 @@ from course.planner.collectives import Group
 from course.planner.hardware import Hardware
 from course.planner.host_overhead import Host, host_of
 from course.planner.kernel_efficiency import BYTES, Kernels, kernels_of
-from course.planner.parameter_memory import tokens_of
+from course.planner.parameter_memory import narrow_weights, own_masters, tokens_of
 from course.utils.errors import CourseError
 
 Moved = list[tuple[str, float]]                     # (kind of memory-bound kernel, bytes)
@@ -80,14 +80,13 @@ class RankWorkload:
 
     @property
     def casts(self) -> bool:
-        """Whether autocast casts weights. With master weights (ZeRO-1, or `masters`) they are in 16 bits already."""
-        return self.low == 2 and not self.masters and not (self.p.zero >= 2 or (self.p.zero and self.dp * self.p.cp > 1))
+        """Whether autocast casts weights that are not in 16 bits already."""
+        return self.low == 2 and not narrow_weights(self.config)
 
     @property
     def masters(self) -> bool:
-        """Whether a single data-parallel rank keeps linears' weights in 16 bits, and with one micro-batch their gradients too
-        (`course/parallel/data_parallel/master_weights.py`)."""
-        return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1 and self.p.zero < 2
+        """Whether a single data-parallel rank keeps linears' weights in 16 bits, and with one micro-batch their gradients too."""
+        return own_masters(self.config)
 
     @property
     def gradient(self) -> int:
@@ -147,6 +146,7 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
     share = t.global_batch // dp
     micro = min(t.micro_batch or share, share)
     kernels = kernels_of(hardware)
+    config = replace(config, parallel=replace(p, dp=dp))
     return RankWorkload(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
                  collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves, p.shard))
 

@@ -74,8 +74,8 @@ class FlatParameters:
         self.whole = torch.empty(length, dtype=dtype, device=first.device)
         self.master = torch.zeros(length // shard.size, dtype=first.dtype, device=first.device)
         self.mine = slice(shard.rank * len(self.master), (shard.rank + 1) * len(self.master))
-        self.segments: list[tuple[nn.Parameter, slice]] = []            # what the optimizer updates, and where it is in the share
-        self.indices: list[int] = []                # of their parameters
+        # what the optimizer updates, where it is in the share, and the number of its parameter
+        self.segments: list[tuple[nn.Parameter, slice, int]] = []
         self.gathering: Any = None                  # the all-gather in flight
         self.gathered = False
         self.reducing: tuple[Any, Tensor, Tensor] | None = None         # the reduce-scatter in flight, its input, its result
@@ -106,8 +106,7 @@ class FlatParameters:
                 where = placements[parameter]
                 placements[segment] = replace(where, flat=(low - start, high - start),
                                               owner=where.owner and self.replicate.rank == 0)
-                self.segments.append((segment, here))
-                self.indices.append(index)
+                self.segments.append((segment, here, index))
             start += parameter.numel()
 
     def start_gather(self) -> None:
@@ -116,7 +115,7 @@ class FlatParameters:
             return
         if self.products and all(product.known for product in self.products):
             allocate(self.small)
-            for (segment, here), index in zip(self.segments, self.indices, strict=True):
+            for segment, here, index in self.segments:
                 self.small[self.mine][here] = self.products[index].shrink(segment.detach())
             whole = self.small.view(torch.uint8)
         else:
@@ -201,7 +200,7 @@ class FlatParameters:
         self.gradient, self.reduced = None, 0
         for parameter in self.parameters:
             parameter.grad = None
-        for segment, _ in self.segments:
+        for segment, *_ in self.segments:
             segment.grad = None
 
 
@@ -243,7 +242,7 @@ class FSDP(GradientSync):
         low_weights = set(castable_weights(model, layout.placements)) if low else set()
         self.chains = [units_of(stage) for stage in layout.stages]
         self.flats = self._flatten(layout, settings, low_weights, low, draw)
-        self.optimizer_parameters = [segment for flat in self.flats for segment, _ in flat.segments]
+        self.optimizer_parameters = [segment for flat in self.flats for segment, *_ in flat.segments]
         frozen = [p for p in model.parameters() if not p.requires_grad]
         owned_by_first(layout.placements, frozen, layout.mesh.dp_cp)    # whole on every rank
         self.optimizer_parameters += frozen
@@ -372,7 +371,7 @@ class FSDP(GradientSync):
             flat.finish_average()
         for flat in self.flats:
             assert flat.gradient is not None
-            for segment, here in flat.segments:
+            for segment, here, _ in flat.segments:
                 segment.grad = flat.gradient[here]
         add_partial_gradients(self.optimizer_parameters, self.placements)           # a sum of means is the mean of sums
 
@@ -417,7 +416,7 @@ def fill(flat: FlatParameters, placements: Placements, draw: Draw | None) -> Non
         flat.gathered = True
     else:
         free_memory(flat.whole)
-        for segment, _ in flat.segments:
+        for segment, *_ in flat.segments:
             where = placements[segment]
             assert where.flat is not None
             for start in range(*where.flat, PIECE):
