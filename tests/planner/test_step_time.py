@@ -13,6 +13,7 @@ from course.bench import kernel_table as table
 from course.bench import recorded_steps, results
 from course.config import load
 from course.models import build_model
+from course.ops.number_formats import working_dtype
 from course.parallel.pipeline_parallel import schedules
 from course.planner import block_time, flops, hardware, kernel_efficiency, step_time
 from course.planner.rank_workload import workload_of
@@ -365,3 +366,9 @@ def test_parameters_are_those_of_the_model(name):
         real = sum(p.numel() for p in build_model(c.model).parameters())
     local = workload_of(c, H200, 1)
     assert step_time.parameters_of_rank(local, c.model.depth, True) == pytest.approx(real, rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_weights_are_cast_unless_training_keeps_them_in_16_bits(precision):
+    c = load("gpt-1.3b", [f"precision={precision}", "parallel.dp=2", "parallel.zero=1"])
+    assert workload_of(c, H200, 2).casts == (working_dtype(precision) is None)
