@@ -68,6 +68,20 @@ def bench_loaders(settings: Overrides = None,
     record(measure.main(settings or [], small, loader or [], counts, seconds, measured_device(device)), out)
 
 
+@bench.command("comms")
+def bench_comms(ranks: Annotated[int, typer.Option(min=0, help="processes to start. Default: one per GPU, or 2. Under torchrun: "
+                                                   "those that it started")] = 0,
+                largest: Annotated[float, typer.Option(min=0, help="MiB of the largest message. Default: 64, on GPUs 256")]
+                = 0,
+                small: Annotated[bool, typer.Option("--small", help="few and small messages, only to test it")] = False,
+                device: Annotated[str, typer.Option(help="cpu or cuda. Default: cuda if there is a GPU")] = "",
+                out: Out = None) -> None:
+    """Measure collectives over message sizes: time, bus bandwidth, and a link's latency and bandwidth for the planner."""
+    from course.bench import comms as measure
+
+    measure.command(ranks, measured_device(device).type, largest, small, out, record)
+
+
 def measured_device(name: str) -> Any:
     """The device that --device names; else the GPU, if there is one."""
     import torch
