@@ -238,10 +238,15 @@ def settings(section: Annotated[str, typer.Argument(help="a section, such as tra
 
 
 @app.command()
-def doctor(need: Annotated[str, typer.Option(help="features that must work, such as fp8,dali: otherwise fail")] = "") -> None:
+def doctor(need: Annotated[str, typer.Option(help="features that must work, such as fp8,dali: otherwise fail")] = "",
+           nccl: Annotated[Path | None, typer.Option(help="the output of a run with NCCL_DEBUG=INFO: say why NCCL did not start")]
+           = None) -> None:
     """Show what this machine has: versions, GPUs, precisions, and how to fix what does not work."""
     from course.cli import doctor as examination
+    from course.cli import nccl_log
 
+    if nccl:
+        raise typer.Exit(nccl_log.main(nccl))
     raise typer.Exit(examination.main(need))
 
 
