@@ -160,9 +160,10 @@ course_on_ranks() {
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         local many=()
         # torchrun unpickles what is in its store: at a file of its own no other user writes to it
-        [ "$tasks" = 1 ] || many=(-m torch.distributed.run --rdzv-backend=c10d --rdzv-conf=store_type=file
-                                  --local-addr=127.0.0.1 --nproc-per-node "$tasks")
-        ${before[@]+"${before[@]}"} ${tool[@]+"${tool[@]}"} "$python" ${many[@]+"${many[@]}"} -m course.cli "$@"
+        [ "$tasks" = 1 ] || many=("$python" -m torch.distributed.run --rdzv-backend=c10d --rdzv-conf=store_type=file
+                                  --local-addr=127.0.0.1 --nproc-per-node "$tasks" --no-python)
+        # --no-python: so that "${tool[@]}" stands in front of each rank, not of all
+        ${before[@]+"${before[@]}"} ${many[@]+"${many[@]}"} ${tool[@]+"${tool[@]}"} "$python" -m course.cli "$@"
         return
     fi
     MASTER_ADDR=$(address)

@@ -4,8 +4,10 @@
 #     sbatch --gpus-per-node=4 --ntasks-per-node=4 --cpus-per-task=16 submit/profile.sh vit-opt [KEY=VALUE ...]
 #     bash submit/profile.sh vit-opt [KEY=VALUE ...]       without Slurm: all GPUs of this machine, or GPUS=2
 #
-# nsys leaves runs/nsys/PRESET*.nsys-rep for Nsight Systems: kernels, launches, and the parts of each step as NVTX ranges. Under Slurm
-# there is one for each rank and job; without it one for all ranks, which replaces that of the last call. The run itself is runs/PRESET/nsys-DATE-TIME, a new one each time. Samples of the host's call stack (-s) are left out, since they slow down what is measured.
+# It records profile.steps=3 steps after the first profile.after=10, of every rank; both are settings. The run saves no checkpoint.
+# nsys leaves one report for each rank in runs/nsys, PRESET-rankN.nsys-rep, in a job PRESET-JOB-rankN.nsys-rep. Open it in Nsight
+# Systems: the parts of each step are NVTX ranges named data, compute, gradients, optimizer. Reports without a job replace older ones.
+# nsys does not sample the host's call stack (-s none), which would slow down what is measured; kernels of CUDA graphs are shown.
 #SBATCH --job-name=profile
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append
@@ -25,12 +27,13 @@ preset=${1:?"which preset? \`course presets\` lists them: sbatch submit/profile.
 shift
 if ${before[@]+"${before[@]}"} sh -c 'command -v nsys' > /dev/null; then
     mkdir -p runs/nsys
-    report=$(basename "$preset" .yaml) report=runs/nsys/${report//%/_}${SLURM_JOB_ID:+-$SLURM_JOB_ID-rank}
-    tool=(nsys profile -s none -t nvtx,cuda --force-overwrite=true -o "$report${SLURM_JOB_ID:+%q{SLURM_PROCID\}}")
-    name=nsys-${SLURM_JOB_ID:+$SLURM_JOB_ID-}$(date +%Y%m%d-%H%M%S)            # of a run of its own each time
-    course_on_ranks train "$preset" train.steps=20 "log.name=$name" checkpoint.resume=false \
-        ${site_settings[@]+"${site_settings[@]}"} "$@"
-    ${before[@]+"${before[@]}"} nsys stats --report nvtx_sum,cuda_gpu_kern_sum "$report${SLURM_JOB_ID:+0}.nsys-rep"
+    report=$(basename "$preset" .yaml) report=runs/nsys/${report//%/_}${SLURM_JOB_ID:+-$SLURM_JOB_ID}-rank
+    rank=0                                           # torchrun or srun, where there are several, tells nsys each one's
+    if [ -n "${SLURM_JOB_ID:-}" ]; then rank='%q{SLURM_PROCID}'; elif [ "$tasks" -gt 1 ]; then rank='%q{RANK}'; fi
+    tool=(nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop -s none -t nvtx,cuda --cuda-graph-trace=node
+          --force-overwrite=true -o "$report$rank")
+    course_on_ranks profile "$preset" profile.tool=nsys ${site_settings[@]+"${site_settings[@]}"} "$@"
+    ${before[@]+"${before[@]}"} nsys stats --report nvtx_sum,cuda_gpu_kern_sum "${report}0.nsys-rep"
 else
     echo "nsys is not installed here: PyTorch's profiler instead"
     course_on_ranks profile "$preset" ${site_settings[@]+"${site_settings[@]}"} "$@"

@@ -161,10 +161,11 @@ class Log:
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps PyTorch's profiler records."""
+    """Which steps a profiler records."""
 
-    steps: int = 0                                  # steps that PyTorch's profiler records; 0: none
+    steps: int = 0                                  # steps that the profiler records; 0: none
     after: int = 10                                 # steps before the profiler starts
+    tool: Literal["pytorch", "nsys"] = "pytorch"    # nsys: only marks these steps, for submit/profile.sh or your own nsys
     memory: bool = False                            # also record GPU allocations, for pytorch.org/memory_viz
 
 

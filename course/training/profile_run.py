@@ -10,38 +10,42 @@ from course.parallel import build_mesh, join, joined
 from course.planner import memory_check
 from course.training import trace_breakdown
 from course.training.assemble import assemble
-from course.training.profiler import Window, part
+from course.training.profiler import Window, part, window_of
 from course.training.trainer import run_folder
 from course.utils.plots import save
 
 
-def main(what: str, settings: Sequence[str]) -> Path:
-    """Profile a preset, or read a trace (.json, .json.gz). Prints the account and saves a picture of it beside the trace."""
+def main(what: str, settings: Sequence[str]) -> Path | None:
+    """Profile a preset, or read a trace (.json, .json.gz). Prints the account and saves a picture of it beside the trace.
+
+    Returns the trace; None with profile.tool=nsys, since nsys writes the report.
+    """
     if what.endswith((".json", ".json.gz")):
         return tell(Path(what))
     config = configuration.load(what, ["profile.steps=3", *settings])
     with joined(config.train.device) as world:
         trace = record(config)
-    return tell(trace) if world.rank == 0 else trace
+    return tell(trace) if trace and world.rank == 0 else trace
 
 
-def record(config: Config) -> Path:
+def record(config: Config) -> Path | None:
     """Train `profile.after` steps, then `profile.steps` under the profiler. Saves only this rank's trace."""
     mesh = build_mesh(config.parallel, join(config.train.device))
+    window = window_of(config.profile, run_folder(config) / "profile", mesh.world.rank, mesh.world.device)
     memory_check.check(config, mesh)
     training = assemble(config, mesh)
     batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)
     try:
         for _ in range(config.profile.after):
             training.step(next(batches))
-        with Window(run_folder(config) / "profile", mesh.world.rank, mesh.world.device, config.profile.memory) as window:
+        with window:
             for _ in range(config.profile.steps):
                 with part("data"):
                     batch = next(batches)
                 training.step(batch)
     finally:
         batches.close()
-    return window.trace
+    return window.trace if isinstance(window, Window) else None
 
 
 def tell(trace: Path) -> Path:

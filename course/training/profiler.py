@@ -3,6 +3,8 @@
     with part("compute"): ...                      in the step, always on; costs almost nothing without a profiler
     with Window(folder, rank, device) as window:   around some steps; writes a trace for perfetto.dev and `course profile`
 
+    with NsysWindow(device):                       the same for `nsys profile --capture-range=cudaProfilerApi`
+
 nsys shows the parts too: they are NVTX ranges on a GPU.
 """
 
@@ -18,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from course.utils.atomic_files import atomic, make_parent
+from course.utils.errors import CourseError
 
 if TYPE_CHECKING:
     from course.config import Profile
@@ -88,12 +91,38 @@ class Window:
             torch.cuda.synchronize(self.device)
 
 
+class NsysWindow:
+    """The block that `nsys profile --capture-range=cudaProfilerApi` records; without nsys around the process, nobody does.
+
+    Raises `CourseError` without a GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        if device.type != "cuda":
+            raise CourseError("profile.tool=nsys records GPUs, and this run has none: use profile.tool=pytorch")
+        self.device = device
+
+    def __enter__(self) -> "NsysWindow":
+        torch.cuda.synchronize(self.device)          # the device is idle at start and end, as in `Window`
+        torch.cuda.profiler.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.profiler.stop()
+
+
+def window_of(settings: "Profile", folder: Path, rank: int, device: torch.device) -> Window | NsysWindow:
+    """The window for the configured tool. Raises `CourseError` for nsys without a GPU."""
+    return NsysWindow(device) if settings.tool == "nsys" else Window(folder, rank, device, settings.memory)
+
+
 class ProfileWindow:
     """The profiled window of a run: `steps` steps after the first `after` ones; none if `steps` is 0."""
 
     def __init__(self, settings: "Profile", start: int, folder: Path, rank: int, device: torch.device):
         self.first, self.last = start + settings.after + 1, start + settings.after + settings.steps
-        self.window = Window(folder, rank, device, settings.memory) if settings.steps else None
+        self.window = window_of(settings, folder, rank, device) if settings.steps else None
         self.open = ExitStack()
 
     def before(self, step: int) -> None:
@@ -106,4 +135,7 @@ class ProfileWindow:
         if not self.window or step != self.last:
             return ""
         self.open.close()
-        return f"profiled steps {self.first} to {self.last}: `course profile {self.window.trace}` says where their time went"
+        steps = f"profiled steps {self.first} to {self.last}: "
+        if isinstance(self.window, NsysWindow):
+            return steps + "nsys writes its report when the run ends"
+        return steps + f"`course profile {self.window.trace}` says where their time went"

@@ -25,31 +25,48 @@ def profiled(tmp_path, *arguments, programs, **environment):
     return (tmp_path / "calls").read_text().splitlines(), done.stdout
 
 
-def test_nsys_is_given_the_run_with_its_settings_as_they_are(tmp_path):
-    calls, _ = profiled(tmp_path, "vit-opt", "log.dir=a b", programs=["nsys", "python"])
-    assert calls[0].startswith("[nsys] [profile] [-s] [none] [-t] [nvtx,cuda]") and "[runs/nsys/vit-opt]" in calls[0]
-    assert "[python] [-m] [course.cli] [train] [vit-opt]" in calls[0] and calls[0].strip().endswith("[log.dir=a b]")
-    assert calls[1].startswith("[nsys] [stats]")
+NSYS = ("[nsys] [profile] [--capture-range=cudaProfilerApi] [--capture-range-end=stop] [-s] [none] [-t] [nvtx,cuda] "
+        "[--cuda-graph-trace=node] [--force-overwrite=true] [-o] ")
 
 
-def test_a_second_look_with_nsys_is_a_run_of_its_own(tmp_path):
-    """The first one has left a checkpoint, from which a second one of its name would have to go on."""
-    names = []
-    for now in ("20261122-103105", "20261122-103200"):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / "date").write_text(f"#!/bin/bash\necho {now}\n")
-        (tmp_path / "bin" / "date").chmod(0o755)
-        (tmp_path / "calls").unlink(missing_ok=True)
-        calls, _ = profiled(tmp_path, "vit-opt", programs=["nsys", "python"])
-        names += [word for word in calls[0].split() if "log.name=" in word]
-    assert names == ["[log.name=nsys-20261122-103105]", "[log.name=nsys-20261122-103200]"]
+def test_nsys_records_the_window_of_a_run_with_its_settings(tmp_path):
+    calls, _ = profiled(tmp_path, "vit-opt", "profile.after=50", "log.dir=a b", programs=["nsys", "python"])
+    assert calls[0].strip() == (NSYS + "[runs/nsys/vit-opt-rank0] [python] [-m] [course.cli] [profile] [vit-opt] "
+                                "[profile.tool=nsys] [profile.after=50] [log.dir=a b]")
+    assert calls[1].startswith("[nsys] [stats]") and calls[1].strip().endswith("[runs/nsys/vit-opt-rank0.nsys-rep]")
+
+
+def test_nsys_stands_in_front_of_each_rank_of_torchrun(tmp_path):
+    calls, _ = profiled(tmp_path, "presets/my%q.yaml", "parallel.tp=2", programs=["nsys", "python"], GPUS="2")
+    assert calls[0].startswith("[python] [-m] [torch.distributed.run] ")
+    assert calls[0].strip().endswith("[--nproc-per-node] [2] [--no-python] " + NSYS + "[runs/nsys/my_q-rank%q{RANK}] [python] "
+                                     "[-m] [course.cli] [profile] [presets/my%q.yaml] [profile.tool=nsys] [parallel.tp=2]")
+    assert calls[1].strip().endswith("[runs/nsys/my_q-rank0.nsys-rep]")
+
+
+@pytest.mark.slow
+def test_each_rank_of_torchrun_has_a_report_of_its_own(tmp_path):
+    """With a stand-in for nsys that fills in %q{RANK} and starts what it is given, as nsys does."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nsys").write_text("""#!/bin/bash
+[ "$1" = profile ] || exit 0
+while [ "$1" != -o ]; do shift; done
+echo "$RANK of $WORLD_SIZE: ${*:4}" > "${2/\\%q{RANK\\}/$RANK}.nsys-rep"
+""")
+    (tmp_path / "bin" / "nsys").chmod(0o755)
+    done = subprocess.run(["bash", SCRIPT, "vit-demo", "profile.steps=5"], cwd=tmp_path, capture_output=True, text=True, env={
+        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "GPUS": "2", "COURSE_PYTHON": sys.executable})
+    assert done.returncode == 0, done.stderr
+    assert {file.name: file.read_text() for file in (tmp_path / "runs/nsys").iterdir()} == {
+        f"vit-demo-rank{rank}.nsys-rep": f"{rank} of 2: -m course.cli profile vit-demo profile.tool=nsys profile.steps=5\n"
+        for rank in range(2)}
 
 
 def test_without_nsys_pytorch_looks_on_all_gpus(tmp_path):
     (call,), told = profiled(tmp_path, "vit-opt", "parallel.tp=2", programs=["python"], GPUS="2")
     assert call.split() == ["[python]", "[-m]", "[torch.distributed.run]", "[--rdzv-backend=c10d]",
-                            "[--rdzv-conf=store_type=file]", "[--local-addr=127.0.0.1]", "[--nproc-per-node]", "[2]", "[-m]",
-                            "[course.cli]", "[profile]", "[vit-opt]", "[parallel.tp=2]"]
+                            "[--rdzv-conf=store_type=file]", "[--local-addr=127.0.0.1]", "[--nproc-per-node]", "[2]",
+                            "[--no-python]", "[python]", "[-m]", "[course.cli]", "[profile]", "[vit-opt]", "[parallel.tp=2]"]
     assert "nsys is not installed" in told
 
 

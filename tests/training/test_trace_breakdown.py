@@ -1,11 +1,13 @@
 """The account of a step's time: every microsecond once, on traces whose answer is known."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from course import config
-from course.training import profile_run, trace_breakdown
+from course.training import profile_run, profiler, trace_breakdown
 from course.utils.errors import CourseError
 
 
@@ -86,3 +88,42 @@ def test_a_run_looks_into_its_steps(tmp_path, capsys):
         "log.tensorboard=false", f"log.dir={tmp_path}", "profile.after=2", "profile.steps=2"]))
     assert trace_breakdown.account(trace_breakdown.read(folder / "profile/trace-0.json.gz")).steps == 2
     assert "profiled steps 3 to 4" in capsys.readouterr().out
+
+
+NSYS = ["data.source=mock", "train.device=cpu", "model.depth=1", "train.global_batch=2", "profile.after=1", "profile.steps=2",
+        "profile.tool=nsys", "log.tensorboard=false", "train.eval_every=0", "train.steps=4"]
+
+
+@pytest.fixture
+def called(monkeypatch) -> list[str]:
+    """What is said to nsys, with parts of steps between, on a CPU that passes for a GPU."""
+    calls: list[str] = []
+    monkeypatch.setattr(profiler, "NsysWindow", type("NsysWindow", (profiler.NsysWindow,), {
+        "__init__": lambda self, device: setattr(self, "device", device)}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    monkeypatch.setattr(profiler, "record_function", lambda name: calls.append(name) or nullcontext())
+    return calls
+
+
+STEP = ["data", "compute", "gradients", "optimizer"]
+RECORDED = ["wait", "start", *STEP, *STEP, "wait", "stop"]
+
+
+def test_nsys_records_the_steps_of_the_window_alone(tmp_path, called):
+    assert profile_run.main("vit-demo", [*NSYS, f"log.dir={tmp_path}"]) is None
+    assert called == [*STEP[1:], *RECORDED] and not (tmp_path / "vit-demo").exists()
+
+
+def test_nsys_records_a_window_within_a_run(tmp_path, called, capsys):
+    from course.training import trainer
+
+    trainer.main(config.load("vit-demo", [*NSYS, f"log.dir={tmp_path}"]))
+    assert called == [*STEP, *RECORDED, *STEP]
+    assert "profiled steps 2 to 3: nsys writes its report when the run ends" in capsys.readouterr().out
+
+
+def test_nsys_without_a_gpu_is_a_sentence(tmp_path):
+    with pytest.raises(CourseError, match=r"profile.tool=nsys records GPUs.*profile.tool=pytorch"):
+        profile_run.main("vit-demo", [*NSYS, f"log.dir={tmp_path}"])
