@@ -347,6 +347,16 @@ def build(names: Annotated[list[str] | None, typer.Argument(help="lessons, such 
     maker.build(names or [], force=force)
 
 
+@lessons.command()
+def slides(names: Annotated[list[str] | None, typer.Argument(help="lessons, such as 01. Default: all")] = None,
+           out: Annotated[Path, typer.Option(help="the folder for NN_name.html")] = Path("slides"),
+           reveal: Annotated[str, typer.Option(help="address or folder of reveal.js. Default: on the network")] = "") -> None:
+    """Write lessons as slides for teaching: their statements and figures, without code; answers to questions as speaker notes."""
+    from course.lab.authoring import slides as maker
+
+    maker.write(names or [], out, reveal)
+
+
 @app.command()
 def grade(folder: Annotated[Path, typer.Argument(help="submissions, in the layout of nbgrader, Canvas or Moodle")],
           out: Annotated[Path, typer.Option(help="folder for gradebook.csv, junit.xml and feedback/")] = Path("grades"),
