@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
-# | you write | copy and reduce (5 lines), a rank's rows of qkv (3), column and row linear (4), gather and scatter (6) |
+# | you write | copy and reduce (5 lines), rows of qkv (3), two linears (4), gather and scatter (6); optional: a block (20) |
 # | you measure | all-reduces and bytes of a step, activations kept for the backward pass |
 #
 # Do [lesson 09](09_mesh.ipynb) first. Work in a copy: *File → Save Notebook As…*, `10_tensor_parallel_mine.ipynb`.
@@ -550,6 +550,39 @@ print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
 
 # %%
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "parallel.sp=true", "train.steps=2"])
+
+# %% [markdown]
+# ## Open task: a whole block
+#
+# *Optional, about 50 minutes. Nothing later needs it.* Write a transformer block that is tensor parallel and sequence
+# parallel: each rank has some heads, some hidden units, and some tokens of the residual stream. Ours has about 20 lines.
+#
+# For one process the block is `x + attention(norm1(x))`, then `x + mlp(norm2(x))`. Attention is not causal, GELU is
+# exact, and norms have PyTorch's default epsilon. There is no dropout.
+#
+# **Contract**
+#
+# - In: this rank's tokens and its part of the weights. Out: the block's output for the same tokens. The docstring has the shapes.
+# - Tokens are cut by the `tensor_split` rule, so ranks may have unequal numbers.
+# - After `backward`, every weight on every rank has the gradient of *all* tokens. This includes the norms and the row biases,
+#   which were left partial above.
+# - You may use everything in `course.parallel.mappings`.
+#
+# **Levels.** Each one counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | output and gradients match one process |
+# | byte budget | forward and backward together send four all-reduces of the activation, and one of each small weight |
+# | memory budget | the backward pass needs two activations of all tokens and all channels, not more |
+#
+# Start with correct. `lab.hint("parallel-block")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="parallel-block"
+from course.lab.exercises.lesson10_open_task import parallel_block  # noqa: F401
+
+# %%
+check("parallel-block")
 
 # %% [markdown]
 # ## Summary

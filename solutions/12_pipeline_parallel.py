@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 1 minute on two cores |
-# | you write | GPipe (1 line), 1F1B (4 lines) |
+# | you write | GPipe (1 line), 1F1B (4 lines); optional: the executor of any schedule (25 lines) |
 # | you measure | the bubble and the activations that each rank keeps, predicted and measured |
 #
 # You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and [lesson 10](10_tensor_parallel.ipynb) (`Placement`).
@@ -411,29 +411,6 @@ print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing sto
       f"its own pass, the step would take {times[1]:g} units instead of {times[0]:g}.")
 
 # %% [markdown]
-# The code that executes a schedule is short. For each pass it waits for the input, computes, and sends:
-
-# %%
-print(getsource(Pipeline.train))
-
-# %% [markdown]
-# > **Question.** At the end of each turn of its loop, `train` starts the receive for the *next* pass. On a CPU, this pass is
-# > done by then. And on a GPU? Remember what a call to a GPU waits for (lesson 00).
-#
-# <details><summary>Answer</summary>
-# For nothing. The loop has only <i>queued</i> this pass's work, so the next message arrives while the GPU still computes. If
-# the loop started the receive only when the next pass needs it, every message would cost its full time.
-# </details>
-#
-# > **Question.** NCCL runs the calls of one group strictly in order. A rank may wait for an activation from one side while it
-# > should send a gradient to the other. What could go wrong with one group for all ranks of the pipeline? See `make_wires` in
-# > `course/parallel/pipeline_parallel/runtime.py` for the cure.
-#
-# <details><summary>Answer</summary>
-# A send queues behind a receive whose message is not there yet, so it goes out late. If that receive depends on this send,
-# the pipeline deadlocks. The library creates a group for each pair of neighbors and each direction.
-# </details>
-#
 # ## What has to be kept
 #
 # A backward pass needs the activations of its forward pass. They stay in memory until then.
@@ -596,6 +573,63 @@ equal = verify.tell(layout, ranks(4)(compared)[0])
 assert equal
 
 # %% [markdown]
+# ## Open task: run any schedule
+#
+# *Optional, about 40 minutes. Nothing later needs it.* A schedule is a list. Write the executor: the loop that runs this list
+# on a rank. Ours has about 25 lines. The docstring has the types; you write everything else.
+#
+# **Contract**
+#
+# - It runs whatever list it gets: GPipe, 1F1B, interleaved 1F1B with several chunks per rank, or a schedule that you have not
+#   seen.
+# - Rank and neighbors come from `axis`. `axis.ranks[i]` is the global rank at position i of the pipeline, and messages travel in
+#   `axis.group`. `schedules.before` and `schedules.after` name the pass and the rank that a pass depends on.
+# - All arithmetic is `forward` and autograd. Each stage's parameters get their gradients from your backward passes.
+# - When the function returns, every message has left.
+#
+# **Levels.** Each one counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | losses and weights after two steps match the library's, and passes run in the order of the list |
+# | byte budget | each result is sent once, to the rank that needs it, and nothing else is sent |
+# | memory budget | a forward pass's activations and output are freed by its backward pass |
+# | overlapped | no rank waits for its own message to leave before it begins the next pass |
+#
+# Start with correct. `lab.hint("run-schedule")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="run-schedule"
+from course.lab.exercises.lesson12_open_task import run_schedule  # noqa: F401
+
+# %%
+check("run-schedule")
+
+# %% [markdown]
+# ## How the library runs a schedule
+#
+# The library's executor is a method. For each pass it waits for the input, computes, and sends:
+
+# %%
+print(getsource(Pipeline.train))
+
+# %% [markdown]
+# > **Question.** At the end of each turn of its loop, `train` starts the receive for the *next* pass. On a CPU, this pass is
+# > done by then. And on a GPU? Remember what a call to a GPU waits for (lesson 00).
+#
+# <details><summary>Answer</summary>
+# For nothing. The loop has only <i>queued</i> this pass's work, so the next message arrives while the GPU still computes. If
+# the loop started the receive only when the next pass needs it, every message would cost its full time.
+# </details>
+#
+# > **Question.** NCCL runs the calls of one group strictly in order. A rank may wait for an activation from one side while it
+# > should send a gradient to the other. What could go wrong with one group for all ranks of the pipeline? See `make_wires` in
+# > `course/parallel/pipeline_parallel/runtime.py` for the cure.
+#
+# <details><summary>Answer</summary>
+# A send queues behind a receive whose message is not there yet, so it goes out late. If that receive depends on this send,
+# the pipeline deadlocks. The library creates a group for each pair of neighbors and each direction.
+# </details>
+#
 # ## Summary
 #
 # - A pipeline cuts by depth. It sends little, and its bubble is (p − 1) / (p − 1 + v·m).

@@ -28,6 +28,7 @@ MISSING_HINT = "write the cell of the exercise, run it, then this one"
 BROKEN_HINT = "mend that line, run the cell, then this one"
 IMPORTED_HINT = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
 _passed: set[str] = set()                            # exercises that passed since the kernel started
+_opened: dict[str, int] = {}                         # open task -> how many of its hints are open
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
 
@@ -58,8 +59,8 @@ def check(name: str, seed: int | None = None) -> None:
     """Check an exercise: run the notebook's latest definitions in a separate process and show the verdict.
 
     Every check draws new inputs; pass `seed` to repeat an earlier check. If a claim fails, it shows which one and a hint,
-    then raises `CheckFailed`, so that "run all" stops here and nbgrader records a failure. On a GPU it also prints the speed of a
-    kernel that passed.
+    then raises `CheckFailed`, so that "run all" stops here and nbgrader records a failure. An open task is optional and stops
+    nothing. On a GPU it also prints the speed of a kernel that passed.
     """
     exercise = exercises.find(name)
     answer = notebook_cells.find_answer(notebook_cells.Program(written()), exercise.names, exercise.objects)
@@ -72,12 +73,25 @@ def check(name: str, seed: int | None = None) -> None:
     display({"text/html": render.html(verdict)}, render.text(verdict, sys.stdout.isatty()))
     if exercise.needs_triton and not triton_language.INSTALLED:
         return                                       # the rest of the lesson can be read
+    if not verdict.passed and exercise.open:
+        print(f'This task is optional. The first of its {len(exercise.ladder)} hints: lab.hint("{name}")')
+        return
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
     _passed.add(name)
     if gpu() and triton_language.INSTALLED:
         show_speed(exercise)
     print(f'Compare your code with the course\'s own: lab.answer("{name}")')
+
+
+def hint(name: str) -> None:
+    """Open the next hint of an open task, and show it below those already open. Raises `CourseError` for an exercise."""
+    task = exercises.find(name)
+    if not task.open:
+        raise CourseError(f'{name} is no open task: check("{name}") says what to look at')
+    _opened[name] = min(_opened.get(name, 0) + 1, len(task.ladder))
+    for number, text in enumerate(task.ladder[:_opened[name]], 1):
+        print(f"Hint {number} of {len(task.ladder)}: {text}")
 
 
 def show_speed(exercise: exercises.Exercise) -> None:

@@ -28,9 +28,11 @@ def each(names):
 @pytest.mark.parametrize("exercise", [pytest.param(e, marks=marks(e.name), id=e.name) for e in EXERCISES.values()])
 def test_right_answers_pass_and_wrong_ones_fail_with_a_hint(exercise, monkeypatch):
     """On inputs as learners have them, and on hidden ones, whose sizes they never saw; on ranks wrong ones on the former."""
+    levels = answers.scored(exercise.name)
+    assert len(levels) >= 3 or not exercise.open, "an open task needs three right answers"
     rights, wrongs = [right(exercise), *answers.others(exercise.name)], answers.plausible(exercise.name)
     slips = check.comparable_mistakes(exercise)
-    sources = rights + [wrong(exercise, slip) for slip in slips] + [source for source, _ in wrongs]
+    sources = rights + [wrong(exercise, slip) for slip in slips] + [source for source, _ in wrongs] + [row[0] for row in levels]
     assert len(set(sources)) == len(sources), "an answer is there twice: what it replaces is not there"
     for hidden, found in judged(exercise, sources, monkeypatch).items():
         for source, (facts, _) in zip(rights, found, strict=False):
@@ -39,6 +41,10 @@ def test_right_answers_pass_and_wrong_ones_fail_with_a_hint(exercise, monkeypatc
         for slip, (facts, hint) in zip(slips, found[len(rights):], strict=False):
             assert not all(fact.held for fact in facts), f"{slip.name} passes"
             assert hint == slip.hint or slip.hint in hint.split(check.HINT_SEPARATOR), f"{slip.name}: {facts}"
+        for (source, reached, words), (facts, hint) in zip(levels, found[len(found) - len(levels):], strict=True):
+            verdict = check.Verdict(exercise.name, tuple(facts))
+            assert tuple(exercise.level_names[level] for level in verdict.reached) == reached, f"{source}\n{facts}"
+            assert verdict.passed and words in hint, f"{source}\n{hint}"
         for (source, words), (facts, hint) in zip(wrongs, found[len(rights) + len(slips):], strict=False):
             if hidden or words is not None:
                 assert not all(fact.held for fact in facts) and hint, f"{source}\n{facts}"
@@ -50,14 +56,15 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
 
     All run in one process for each number of ranks, with what they are compared with beside them: to start one takes seconds.
     """
-    rights = {right(exercise), *answers.others(exercise.name)}
+    rights = {right(exercise), *answers.others(exercise.name), *(source for source, *_ in answers.scored(exercise.name))}
     slips = [wrong(exercise, slip) for slip in check.comparable_mistakes(exercise)]
+    complete = {right(exercise), *answers.others(exercise.name)}        # needs no known mistake beside it
     costly = max(exercise.sizes) > 1                 # one that stops takes its ranks with it, and new ones take seconds
     found: dict[tuple[bool, str], Judged] = {(hidden, source): ([], "") for hidden in (False, True) for source in sources
                                              if source in rights or not (hidden and costly)}
     for size in exercise.sizes:
-        left = [key for key, (facts, _) in found.items() if all(fact.held for fact in facts)]
-        beside = [(hidden, slip) for hidden, source in left if source not in rights for slip in slips]
+        left = [key for key, (facts, _) in found.items() if check.is_correct(facts)]
+        beside = [(hidden, slip) for hidden, source in left if source not in complete for slip in slips]
         tried = list(dict.fromkeys([*left, *beside]))
         inputs = {hidden: exercise.draw(SEED, hidden) for hidden in (False, True)}
         runs, _ = check.run_answers(exercise, [(notebook_cells.whole_answer(source), inputs[hidden]) for hidden, source in
@@ -69,7 +76,7 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
             monkeypatch.setattr(check, "expected_run", lambda *_, runs=reference: runs[0])
             monkeypatch.setattr(check, "reference_runs", lambda *_, runs=reference: runs)
             facts, hint = check.compare_run(exercise, came[hidden, source], SEED, hidden, size)
-            found[hidden, source] = found[hidden, source][0] + facts, hint
+            found[hidden, source] = found[hidden, source][0] + facts, hint or found[hidden, source][1]
     return {hidden: [judged for (which, _), judged in found.items() if which == hidden] for hidden in (False, True)}
 
 

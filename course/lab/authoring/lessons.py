@@ -42,7 +42,7 @@ CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
 SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
 QUOTE = re.compile(r"^> \*\*(\w+)(?:.*\n?)(?:^>.*\n?)*", re.MULTILINE)
-TASK = re.compile(r"^(## Exercise: .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
+TASK = re.compile(r"^(## (?:Exercise|Open task): .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
 BARS = {"Predict": ORANGE, "Question": BLUE, "Exercise": GREEN}
 MIN_LEAK = 30                                        # answer lines at least this long count as leaks
 
@@ -146,7 +146,8 @@ def instructor_notebook(master: Path) -> Any:
             cell.metadata["nbgrader"] = nbgrader_metadata(name, solution=True)
         elif cell.cell_type == "code" and (match := CHECK_CALL.search(cell.source)):
             exercise = exercises.find(match[1])
-            cell.metadata["nbgrader"] = nbgrader_metadata(f"check-{exercise.name}", solution=False) | {"points": exercise.points}
+            cell.metadata["nbgrader"] = nbgrader_metadata(f"check-{exercise.name}", solution=False) | {
+                "points": 0 if exercise.open else exercise.points}           # nbgrader gives all points or none
     notebook.metadata = notebook_cells.new_metadata(
         {"lesson": master.stem[:2], "source": source_digest(notebook_cells.code_cells(notebook))})
     return notebook

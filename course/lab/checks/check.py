@@ -76,11 +76,12 @@ class Fact:
     held: bool
     text: str
     tried: bool = True
+    level: int = 0                                   # 0: the answer is wrong without it; else the level of an open task
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check. It passed if there are facts and all of them held."""
+    """The result of a check. It passed if there are facts and all of level 0 held."""
 
     exercise: str
     facts: tuple[Fact, ...]
@@ -96,8 +97,24 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether there are facts and all of them held."""
-        return bool(self.facts) and all(fact.held for fact in self.facts)
+        """Whether there are facts and all of level 0 held."""
+        return bool(self.facts) and is_correct(self.facts)
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """The levels whose claims all held: none unless it passed; (0,) for an exercise that passed."""
+        levels = sorted({fact.level for fact in self.facts}) if self.passed else []
+        return tuple(level for level in levels if all(fact.held for fact in self.facts if fact.level == level))
+
+    @property
+    def points(self) -> int:
+        """The points for the levels reached."""
+        return find(self.exercise).points * len(self.reached)
+
+
+def is_correct(facts: Sequence[Fact]) -> bool:
+    """Whether no fact says that the answer is wrong; an open task's further levels may be open."""
+    return all(fact.held for fact in facts if fact.level == 0)
 
 
 @dataclass(frozen=True)
@@ -135,9 +152,10 @@ def check_answer(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden:
             expected.result()                        # raises if the right answer does not run here either
             if run.machine_failure and (believing or not run.maybe_answer):
                 return unchecked_verdict(exercise, run.machine_failure, seed, hidden)
-            new_facts, hint = compare_run(exercise, run, seed, hidden, size, looking)
+            new_facts, new_hint = compare_run(exercise, run, seed, hidden, size, looking)
             facts += new_facts
-            if not all(fact.held for fact in new_facts):
+            hint = new_hint or hint
+            if not is_correct(new_facts):
                 break
     return Verdict(exercise.name, tuple(facts), hint.replace(TRY_AGAIN, again), output, seed, time.monotonic() - begin,
                    exercise.version, describe_isolation(layers), late, exercise.facts)
@@ -176,7 +194,10 @@ def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int
     for key, claim in exercise.claims.items():
         differences = [describe_difference(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
                        for rank in range(size)]
-        facts.append(claim_fact(where_run + claim, differences, exercise.untried.get(key, ""), hidden))
+        level = exercise.level(key)
+        named = f"{exercise.level_names[level]}: " if exercise.open else ""
+        fact = claim_fact(named + where_run + claim, differences, exercise.untried.get(key, ""), hidden)
+        facts.append(replace(fact, level=level))
     if all(fact.held for fact in facts):
         return facts, ""
     looking()

@@ -17,6 +17,7 @@ from course.lab.sandbox.limits import Limits
 from course.utils.errors import CourseError, did_you_mean
 
 UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
+CORRECT = "correct"                                  # the first level of an open task
 Tensors = dict[str, Tensor]
 Cases = list[str] | dict[str, list[str]]             # the question behind each number of every output, or by output name
 
@@ -30,6 +31,9 @@ class Exercise:
     outputs: they come from the same program with the library's own objects. If there is a `weigh`, `program` returns a
     transcript of events instead, and `weigh(inputs, transcript)` computes the outputs in the checking process. It must
     validate every part of the transcript before using it.
+
+    With a `ladder` it is an open task: optional, and scored by levels. The first level is that the answer is correct; each
+    further one adds its points if the claims that `levels` names for it hold too.
     """
 
     name: str                                        # the argument of `check`, and nbgrader's grade_id
@@ -46,8 +50,24 @@ class Exercise:
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     weigh: Callable[[Tensors, Tensors], Tensors] | None = None           # (inputs, transcript) -> outputs
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks to run on, one after another
-    points: int = 1
+    points: int = 1                                  # of an open task: for each level
+    levels: dict[str, str] = field(default_factory=dict)     # output -> the level of its claim, if that is not the first
+    ladder: tuple[str, ...] = ()                     # an open task's hints, which the learner opens one by one
     limits: Limits = field(default=Limits())
+
+    @property
+    def open(self) -> bool:
+        """Whether it is an open task."""
+        return bool(self.ladder)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """The levels of an open task, the first one first."""
+        return tuple(dict.fromkeys([CORRECT, *(self.levels.get(key, CORRECT) for key in self.claims)]))
+
+    def level(self, key: str) -> int:
+        """The number of the level to which an output's claim belongs."""
+        return self.level_names.index(self.levels.get(key, CORRECT))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import re
 from html import escape
 
 from course.lab.checks.check import Fact, Verdict
+from course.lab.checks.exercise import Exercise, all_exercises
 from course.utils.errors import CourseError, is_out_of_memory
 
 UNSHOWN = "the output of graded runs is not shown"
@@ -25,10 +26,19 @@ def headline(verdict: Verdict) -> str:
     """The outcome in one line."""
     if verdict.unchecked:
         return f"{verdict.exercise}: could not be checked"
+    exercise = all_exercises().get(verdict.exercise)
+    if exercise and exercise.open:
+        return headline_of_levels(verdict, exercise)
     held = sum(fact.held for fact in verdict.facts)
     of, made = max(verdict.of, len(verdict.facts)), len(verdict.facts)
     later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # such as those on more ranks
     return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold{later}"
+
+
+def headline_of_levels(verdict: Verdict, task: Exercise) -> str:
+    """The outcome of an open task in one line: which of its levels are reached."""
+    levels, reached = task.level_names, [task.level_names[level] for level in verdict.reached]
+    return f"{verdict.exercise} (open task): {len(reached)} of {len(levels)} levels ({', '.join(reached) or 'not correct yet'})"
 
 
 def footer(verdict: Verdict, graded: bool = False) -> str:

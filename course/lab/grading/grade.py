@@ -54,8 +54,18 @@ class Graded:
 
     @property
     def points(self) -> int:
-        """The sum of the current points of the exercises that passed."""
-        return sum(find(verdict.exercise).points for verdict in self.verdicts if verdict.passed)
+        """The sum of the current points of the exercises that passed, without open tasks."""
+        return sum(verdict.points for verdict in self.verdicts if not find(verdict.exercise).open)
+
+    @property
+    def open_points(self) -> int:
+        """The sum of the current points of open tasks."""
+        return sum(verdict.points for verdict in self.verdicts if find(verdict.exercise).open)
+
+    @property
+    def open_words(self) -> str:
+        """The points of open tasks, to continue a sentence; "" if there are none."""
+        return f" and {self.open_points} of open tasks" if self.open_points else ""
 
 
 def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed: int | None = None,
@@ -154,9 +164,14 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
 def print_progress(graded: Graded, which: str, before: Mapping[Submission, KeptResult | None]) -> None:
     """Print the result of a submission."""
     who, lesson = render.printable_line(graded.submission.learner), graded.submission.lesson
-    print(f"{which} {who}, lesson {lesson}: {graded.points} of {sum(e.points for e in exercises_of_lesson(lesson))} "
-          f"points{', some could not be checked' * graded.unchecked}{describe_replacement(graded, before[graded.submission])}",
-          flush=True)
+    print(f"{which} {who}, lesson {lesson}: {graded.points} of {points_of_lesson(lesson)} points"
+          f"{graded.open_words}{', some could not be checked' * graded.unchecked}"
+          f"{describe_replacement(graded, before[graded.submission])}", flush=True)
+
+
+def points_of_lesson(lesson: str) -> int:
+    """The points of a lesson's exercises, without open tasks."""
+    return sum(exercise.points for exercise in exercises_of_lesson(lesson) if not exercise.open)
 
 
 def run_reference(job: tuple[str, int, bool, int]) -> None:
@@ -461,35 +476,43 @@ def judge_safely(exercise: Exercise, submission: Submission, seed: int, last: bo
 
 
 def write_gradebook(graded: Sequence[Graded], path: Path) -> None:
-    """Write a row per learner: the sum of points, the maximum, and the points of every exercise in the graded lessons."""
+    """Write a row per learner: the sum of points, the maximum, and the points of every exercise in the graded lessons.
+
+    Open tasks are optional: their points have a sum of their own, and the maximum leaves them out.
+    """
     lessons = sorted({one.submission.lesson for one in graded})
     exercises = [exercise for lesson in lessons for exercise in exercises_of_lesson(lesson)]
     rows: dict[str, dict[str, Any]] = {}
     for one in graded:
-        row = rows.setdefault(one.submission.learner, {"learner": escape_formula(one.submission.learner), "points": 0})
+        row = rows.setdefault(one.submission.learner, {"learner": escape_formula(one.submission.learner),
+                                                         "points": 0, "open_points": 0})
         row["points"] += one.points
-        row |= {column(find(v.exercise)): "could not be checked" if v.unchecked else find(v.exercise).points * v.passed
+        row["open_points"] += one.open_points
+        row |= {column(find(v.exercise)): "could not be checked" if v.unchecked else v.points
                 for v in one.verdicts}
-    heads = ["learner", "points", "out_of", *map(column, exercises)]
+    opens = ["open_points"] if any(exercise.open for exercise in exercises) else []
+    heads = ["learner", "points", "out_of", *opens, *map(column, exercises)]
     with atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, heads, restval="", quoting=csv.QUOTE_NONNUMERIC)
+        writer = csv.DictWriter(file, heads, restval="", extrasaction="ignore", quoting=csv.QUOTE_NONNUMERIC)
         writer.writeheader()
-        writer.writerows(row | {"out_of": sum(e.points for e in exercises)} for row in rows.values())
+        writer.writerows(row | {"out_of": sum(map(points_of_lesson, lessons))} for row in rows.values())
 
 
 def column(exercise: Exercise) -> str:
     """The gradebook's column name for an exercise."""
-    return f"{exercise.lesson} {exercise.name} ({exercise.points})"
+    points = f"open, {exercise.points * len(exercise.level_names)}" if exercise.open else exercise.points
+    return f"{exercise.lesson} {exercise.name} ({points})"
 
 
 def write_junit(graded: Sequence[Graded], path: Path) -> None:
     """Write the verdicts as JUnit XML for CI systems: a suite per notebook, a case per exercise."""
     root = ElementTree.Element("testsuites")
     for one in graded:
-        failed, errors = (sum(not v.passed and v.unchecked is machine for v in one.verdicts) for machine in (False, True))
-        suite = ElementTree.SubElement(root, "testsuite", tests=str(len(one.verdicts)), failures=str(failed), errors=str(errors),
+        verdicts = [v for v in one.verdicts if v.passed or not find(v.exercise).open]         # an open task is no failure
+        failed, errors = (sum(not v.passed and v.unchecked is machine for v in verdicts) for machine in (False, True))
+        suite = ElementTree.SubElement(root, "testsuite", tests=str(len(verdicts)), failures=str(failed), errors=str(errors),
                                        name=f"{render.printable_line(one.submission.learner)}, lesson {one.submission.lesson}")
-        for verdict in one.verdicts:
+        for verdict in verdicts:
             case = ElementTree.SubElement(suite, "testcase", name=verdict.exercise, classname=f"lesson {one.submission.lesson}")
             if not verdict.passed:
                 kind = "error" if verdict.unchecked else "failure"
@@ -517,8 +540,8 @@ def write_feedback(learner: str, graded: Sequence[Graded], path: Path, claims: S
 
     parts = []
     for one in graded:
-        most = sum(exercise.points for exercise in exercises_of_lesson(one.submission.lesson))
-        parts.append(f"<h2>Lesson {escape(one.submission.lesson)}: {one.points} of {most} points</h2>")
+        most = points_of_lesson(one.submission.lesson)
+        parts.append(f"<h2>Lesson {escape(one.submission.lesson)}: {one.points} of {most} points{one.open_words}</h2>")
         parts += [render.html(verdict, graded=True) for verdict in one.verdicts]
         for claim in claims:
             if (claim.learner, claim.lesson) == (learner, one.submission.lesson):

@@ -79,7 +79,7 @@ def check_on_ranks(path: Path, name: str, folder: Path) -> None:
                     temporary.write_text(f"rank {world.rank}: {child.describe_error(error)['text']}"[:4000], encoding="utf-8")
             abandon(world)
             raise
-    passed = bool(result["facts"]) and all(fact["held"] for fact in result["facts"])
+    passed = Verdict(name, tuple(Fact(**fact) for fact in result["facts"])).passed
     if world.rank == 0:
         record = {"exercise": name, "version": exercise.version, "seed": seed, "ranks": world.size, "passed": passed, **result}
         with atomic(folder / f"{name}.json") as temporary:
@@ -316,7 +316,7 @@ def describe_resources(known: Mapping[str, str]) -> str:
 
 def parse_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     """The facts of a result file."""
-    return tuple(Fact(fact["held"] is True, str(fact["text"])) for fact in facts)
+    return tuple(Fact(fact["held"] is True, str(fact["text"]), level=int(fact.get("level", 0))) for fact in facts)
 
 
 def describe_numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[Any, Any]) -> str:

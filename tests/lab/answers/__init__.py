@@ -15,6 +15,12 @@ def others(exercise: str) -> list[str]:
     return [each for source in found for each in ([source] if isinstance(source, str) else source)]
 
 
+def scored(exercise: str) -> list[tuple[str, tuple[str, ...], str]]:
+    """Right answers to an open task: source, the levels that it reaches, and words of the hint for the next level."""
+    return [(source, levels, words) for module in MODULES for name, source, levels, words in getattr(module, "SCORED", [])
+            if name == exercise]
+
+
 def plausible(exercise: str) -> list[tuple[str, str | None]]:
     """Wrong answers that are not known mistakes as they stand, each with words of the hint that it gets."""
     return [(source, words) for module in MODULES for name, source, words in getattr(module, "WRONG", []) if name == exercise]

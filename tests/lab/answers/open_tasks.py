@@ -1,0 +1,228 @@
+"""Answers to open tasks in other words than the library's: right ones, from a loop to an optimized one, with the levels that each
+reaches and words of the hint for the next one, and wrong ones."""
+
+LOOP = '''
+import torch
+import torch.distributed as dist
+
+def run_schedule(passes, chunks, forward, axis, shape):
+    """Everything is kept, and each message has a header."""
+    last, inputs, outputs, losses, handles = axis.size * chunks - 1, {}, {}, [], []
+
+    def receive(stage, kind):
+        header = torch.empty(len(shape), dtype=torch.int64)
+        dist.recv(header, axis.ranks[stage % axis.size], axis.group, 2 + (kind == "B"))
+        tensor = torch.empty(*header.tolist(), dtype=torch.float64)
+        dist.recv(tensor, axis.ranks[stage % axis.size], axis.group, kind == "B")
+        return tensor
+
+    def send(tensor, stage, kind):
+        for part, tag in ((torch.tensor(tensor.shape), 2), (tensor.contiguous(), 0)):
+            handles.append((dist.isend(part, axis.ranks[stage % axis.size], axis.group, tag + (kind == "B")), part))
+
+    for work in passes:
+        stage, name = work.chunk * axis.size + axis.rank, (work.chunk, work.micro)
+        if work.kind == "F":
+            x = receive(stage - 1, "F").requires_grad_() if stage > 0 else None
+            inputs[name], outputs[name] = x, forward(*name, x)
+            if stage < last:
+                send(outputs[name].detach(), stage + 1, "F")
+            else:
+                losses.append(outputs[name].detach())
+        else:
+            grad = receive(stage + 1, "B") if stage < last else None
+            torch.autograd.backward(outputs[name], grad)
+            if stage > 0:
+                send(inputs[name].grad, stage - 1, "B")
+    [handle.wait() for handle, _ in handles]
+    return losses
+'''
+
+POPPED = '''
+import torch
+import torch.distributed as dist
+from course.parallel.pipeline_parallel.schedules import after, before
+
+def run_schedule(passes, chunks, forward, axis, shape):
+    """Each message is received when it is needed."""
+    losses, kept, leaving = [], {}, []
+    for work in passes:
+        needs, to = (which(work, axis.rank, axis.size, chunks) for which in (before, after))
+        tag, given = "FB".index(work.kind), None
+        if needs:
+            given = torch.zeros(tuple(shape), dtype=torch.double)
+            dist.recv(given, axis.ranks[needs[0]], group=axis.group, tag=tag)
+        if work.kind == "F":
+            x = given if given is None else given.requires_grad_(True)
+            y = forward(work.chunk, work.micro, x)
+            kept[work] = x, y
+            if to is None:
+                losses.append(y.detach().clone())
+            message = y.detach()
+        else:
+            x, y = kept.pop(type(work)("F", work.chunk, work.micro))
+            y.backward(gradient=given)
+            message = x.grad if x is not None else None
+        if to is not None:
+            leaving.append((message, dist.isend(message, axis.ranks[to], group=axis.group, tag=tag)))
+    for message, handle in leaving:
+        handle.wait()
+    return losses
+'''
+
+AHEAD = '''
+import torch
+import torch.distributed as dist
+from course.parallel.pipeline_parallel.schedules import after, before
+
+class Mail:
+    """Receives are posted a pass early, and sends leave by themselves."""
+    def __init__(self, axis, chunks, shape):
+        self.axis, self.chunks, self.shape, self.sent = axis, chunks, shape, []
+
+    def post(self, work):
+        source = before(work, self.axis.rank, self.axis.size, self.chunks)
+        if source is None:
+            return None, None
+        buffer = torch.empty(*self.shape, dtype=torch.float64)
+        return dist.irecv(buffer, self.axis.ranks[source[0]], self.axis.group, tag=self.tag(work)), buffer
+
+    def send(self, work, tensor):
+        to = after(work, self.axis.rank, self.axis.size, self.chunks)
+        if to is not None:
+            tensor = tensor.contiguous()
+            self.sent.append((dist.isend(tensor, self.axis.ranks[to], self.axis.group, tag=self.tag(work)), tensor))
+
+    def tag(self, work):
+        return 1 if work.kind == "B" else 0
+
+def run_schedule(passes, chunks, forward, axis, shape):
+    mail, kept, losses = Mail(axis, chunks, shape), {}, []
+    coming = mail.post(passes[0])
+    for number, work in enumerate(passes):
+        handle, buffer = coming
+        if number + 1 < len(passes):
+            coming = mail.post(passes[number + 1])
+        if handle is not None:
+            handle.wait()
+        key = work.chunk, work.micro
+        if work.kind == "F":
+            x = None if buffer is None else buffer.requires_grad_()
+            out = forward(*key, x)
+            kept[key] = x, out
+            if out.ndim:
+                mail.send(work, out.detach())
+            else:
+                losses.append(out.detach())
+        else:
+            x, out = kept.pop(key)
+            torch.autograd.backward([out], [buffer])
+            if x is not None:
+                mail.send(work, x.grad)
+    for handle, _ in mail.sent:
+        handle.wait()
+    return losses
+'''
+
+REPLICATED = '''
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from course.parallel import mappings
+
+class Whole(torch.autograd.Function):
+    """All ranks' tokens; what follows is the same on every rank, so the gradient is cut."""
+    @staticmethod
+    def forward(ctx, x, axis, tokens):
+        ctx.axis = axis
+        return mappings.gather(x, 1, axis, tokens)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return mappings.shard(grad, 1, ctx.axis).contiguous(), None, None
+
+class Own(torch.autograd.Function):
+    """This rank's tokens; the gradient is put together."""
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis, ctx.tokens = axis, x.shape[1]
+        return mappings.shard(x, 1, axis).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return mappings.gather(grad.contiguous(), 1, ctx.axis, ctx.tokens), None
+
+def parallel_block(x, weights, head_dim, axis, tokens):
+    """Tensor parallel only: every rank has all tokens between the linears."""
+    w = weights
+    x = Whole.apply(x, axis, tokens)
+    y = mappings.copy(F.layer_norm(x, (x.shape[-1],), w["norm1.weight"], w["norm1.bias"]), axis)
+    q, k, v = (y @ w["qkv.weight"].T + w["qkv.bias"]).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in (q, k, v))
+    y = torch.softmax(q @ k.transpose(-1, -2) / head_dim ** 0.5, -1) @ v
+    x = x + mappings.reduce(y.transpose(1, 2).flatten(2) @ w["out.weight"].T, axis) + w["out.bias"]
+    y = mappings.copy(F.layer_norm(x, (x.shape[-1],), w["norm2.weight"], w["norm2.bias"]), axis)
+    y = F.gelu(y @ w["up.weight"].T + w["up.bias"])
+    return Own.apply(x + mappings.reduce(y @ w["down.weight"].T, axis) + w["down.bias"], axis)
+'''
+
+GATHERED_FIRST = '''
+from torch.nn import functional as F
+from course.parallel import mappings
+
+def parallel_block(x, weights, head_dim, axis, tokens):
+    """Few bytes, but the norms run on all tokens."""
+    w = {name: mappings.copy(weight, axis) if weight.dim() == 1 and name[:2] not in ("qk", "up") else weight
+         for name, weight in weights.items()}
+
+    def attention(y):
+        qkv = F.linear(y, w["qkv.weight"], w["qkv.bias"])
+        b, t, width = qkv.shape
+        q, k, v = qkv.reshape(b, t, 3, width // 3 // head_dim, head_dim).permute(2, 0, 3, 1, 4)
+        return F.linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, width // 3), w["out.weight"])
+
+    def mlp(y):
+        return F.linear(F.gelu(F.linear(y, w["up.weight"], w["up.bias"])), w["down.weight"])
+
+    for norm, part, bias in (("norm1", attention, "out.bias"), ("norm2", mlp, "down.bias")):
+        y = mappings.gather(x, 1, axis, tokens)
+        y = F.layer_norm(y, y.shape[-1:], w[f"{norm}.weight"], w[f"{norm}.bias"])
+        x = x + (mappings.scatter(part(y), 1, axis) + w[bias])
+    return x
+'''
+
+FLAT = '''
+import torch
+from torch.nn import functional as F
+from course.parallel import mappings
+
+NAMES = ("norm1.weight", "norm1.bias", "out.bias", "norm2.weight", "norm2.bias", "down.bias")
+
+def parallel_block(x, weights, head_dim, axis, tokens):
+    """One all-reduce for the gradients of all small weights; attention by hand."""
+    small = mappings.copy(torch.cat([weights[name] for name in NAMES]), axis).split(x.shape[-1])
+    gain1, shift1, out_bias, gain2, shift2, down_bias = small
+
+    def norm(x, gain, shift):
+        return mappings.gather(F.layer_norm(x, x.shape[-1:]) * gain + shift, 1, axis, tokens)
+
+    y = norm(x, gain1, shift1)
+    q, k, v = torch.einsum("btd,fd->btf", y, weights["qkv.weight"]).add(weights["qkv.bias"]).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * head_dim ** -0.5
+    y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
+    x = x + (mappings.scatter(y @ weights["out.weight"].t(), 1, axis) + out_bias)
+    y = F.gelu(norm(x, gain2, shift2) @ weights["up.weight"].t() + weights["up.bias"])
+    return x + (mappings.scatter(y @ weights["down.weight"].t(), 1, axis) + down_bias)
+'''
+
+RIGHT: dict[str, str] = {}
+ALL = ("correct", "byte budget", "memory budget", "overlapped")
+SCORED = [
+    ("run-schedule", LOOP, ("correct",), "activations live longer"),
+    ("run-schedule", POPPED, ("correct", "byte budget", "memory budget"), "a receive is posted only"),
+    ("run-schedule", AHEAD, ALL, ""),
+    ("parallel-block", REPLICATED, ("correct",), "more is sent than the block needs"),
+    ("parallel-block", GATHERED_FIRST, ("correct", "byte budget"), "the norm runs on all tokens"),
+    ("parallel-block", FLAT, ("correct", "byte budget", "memory budget"), ""),
+]

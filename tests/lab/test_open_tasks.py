@@ -1,0 +1,116 @@
+"""Open tasks: levels in verdicts, cards, gradebook and JUnit; hints that are opened one by one. test_answers.py runs answers."""
+
+import csv
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from course.lab import notebook
+from course.lab.checks import check, notebook_cells, render
+from course.lab.checks.exercise import all_exercises
+from course.lab.exercises import lesson10_open_task
+from course.lab.grading import grade
+from course.lab.grading.submissions import Submission
+from course.models import layers
+from course.ranks.notebook_ranks import ranks
+from course.utils.errors import CourseError
+
+TASKS = [exercise for exercise in all_exercises().values() if exercise.open]
+TASK = all_exercises()["run-schedule"]
+
+
+def verdict(*held: bool, name: str = TASK.name) -> check.Verdict:
+    """A verdict with a fact for each level."""
+    return check.Verdict(name, tuple(check.Fact(holds, "a claim", level=level) for level, holds in enumerate(held)))
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_an_open_task_has_levels_and_three_hints(task):
+    assert len(task.ladder) == 3 and len(task.level_names) >= 3 and task.levels.keys() <= task.claims.keys()
+    assert task.level_names[0] == "correct" and task.level(next(iter(task.claims))) == 0
+
+
+@pytest.mark.parametrize(("held", "reached"), [
+    ((True, True, True, True), (0, 1, 2, 3)), ((True, False, True, False), (0, 2)), ((True, False, False, False), (0,)),
+    ((False, True, True, True), ())])
+def test_levels_count_once_the_answer_is_correct(held, reached):
+    found = verdict(*held)
+    assert found.reached == reached and found.points == len(reached) and found.passed == held[0]
+    assert f"{len(reached)} of 4 levels" in render.headline(found)
+    assert ("not correct yet" in render.text(found)) == (not held[0])
+
+
+def test_a_level_must_hold_on_every_number_of_ranks():
+    twice = check.Verdict(TASK.name, verdict(True, True).facts + verdict(True, False).facts)
+    assert twice.passed and twice.reached == (0,)
+
+
+def test_an_exercise_gives_all_its_points_or_none():
+    gpipe = all_exercises()["gpipe"]
+    assert check.Verdict("gpipe", (check.Fact(True, ""),) * 3).points == gpipe.points
+    assert check.Verdict("gpipe", (check.Fact(True, ""), check.Fact(False, ""))).points == 0
+
+
+def test_open_tasks_leave_the_mark_and_the_maximum_alone(tmp_path):
+    learners = {"ann": verdict(True, True, False, True), "bob": verdict(False, False, False, False)}
+    graded = [grade.Graded(Submission(name, "12", tmp_path), (verdict(True, name="gpipe"), verdict(True, name="1f1b"), one))
+              for name, one in learners.items()]
+    grade.write_gradebook(graded, tmp_path / "gradebook.csv")
+    grade.write_junit(graded, tmp_path / "junit.xml")
+    grade.write_feedback("ann", graded[:1], tmp_path / "ann.html")
+    with open(tmp_path / "gradebook.csv", newline="") as file:
+        rows = {row["learner"]: row for row in csv.DictReader(file)}
+    for name, points in (("ann", "3"), ("bob", "0")):
+        row = rows[name]
+        assert (row["points"], row["out_of"], row["open_points"], row["12 run-schedule (open, 4)"]) == ("5", "5", points, points)
+    assert [(suite.get("tests"), suite.get("failures")) for suite in ElementTree.parse(tmp_path / "junit.xml").getroot()] == \
+        [("3", "0"), ("2", "0")]
+    assert "5 of 5 points and 3 of open tasks" in (tmp_path / "ann.html").read_text()
+
+
+def test_a_check_of_an_open_task_stops_no_notebook(monkeypatch, capsys):
+    answer = notebook_cells.Answer(notebook_cells.whole_answer("run_schedule = None"))
+    monkeypatch.setattr(notebook_cells, "find_answer", lambda *_: answer)
+    monkeypatch.setattr(notebook.checks, "check_answer", lambda *_, **how: verdict(False))
+    notebook.check("run-schedule")
+    assert "0 of 4 levels" in (said := capsys.readouterr().out) and 'lab.hint("run-schedule")' in said
+    with pytest.raises(notebook.CheckFailed):
+        notebook.check("gpipe")
+
+
+def test_hints_are_opened_one_by_one(monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "_opened", {})
+    for shown in (1, 2, 3, 3):
+        notebook.hint("run-schedule")
+        said = capsys.readouterr().out
+        assert [text in said for text in TASK.ladder] == [number < shown for number in range(3)]
+    with pytest.raises(CourseError, match="gpipe is no open task"):
+        notebook.hint("gpipe")
+
+
+@pytest.mark.slow
+def test_the_parallel_block_is_the_librarys_serial_block():
+    """The check compares answers with our own, so our own has to match one process."""
+    inputs = lesson10_open_task.draw(3, False)
+
+    def on_rank():
+        outputs = lesson10_open_task.run(inputs)
+        return {name: outputs[name] for name in ("value", "back", "shared")}
+
+    block = layers.Block(lesson10_open_task.DIM, lesson10_open_task.HEADS, lesson10_open_task.HIDDEN, "block").double()
+    where = {"qkv": block.attn.qkv, "out": block.attn.out, "up": block.mlp.up, "down": block.mlp.down,
+             "norm1": block.norm1, "norm2": block.norm2}
+    parameters = {name: getattr(where[name.split(".")[0]], name.split(".")[1]) for name in inputs.keys() - {"x", "grad"}}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(inputs[name].view_as(parameter))
+    x = inputs["x"].clone().requires_grad_()
+    y = block(x, {})
+    y.backward(inputs["grad"])
+    shared = torch.cat([parameters[name].grad.flatten() for name in lesson10_open_task.SHARED])
+    found = ranks(2)(on_rank)
+    torch.testing.assert_close(torch.cat([rank["value"] for rank in found], 1), y.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([rank["back"] for rank in found], 1), x.grad, rtol=1e-11, atol=1e-11)
+    for rank in found:
+        torch.testing.assert_close(rank["shared"], shared, rtol=1e-11, atol=1e-11)
