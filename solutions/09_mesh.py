@@ -19,13 +19,14 @@
 # - How to lay ranks out in a mesh, and how to form the groups of an axis.
 # - How the order of the axes decides which axis uses NVLink.
 # - How to predict the bytes that each axis sends in a training step.
+# - How to read which path NCCL takes, and what latency and bandwidth a link has.
 #
 # | | |
 # |---|---|
 # | you need | a laptop; no GPU |
-# | reading and doing | about 60 minutes |
+# | reading and doing | about 80 minutes |
 # | computing | half a minute on two cores |
-# | you write | the layout (4 lines), the groups (1), the nodes that a group touches (2), the bytes of each axis (8) |
+# | you write | the layout (4 lines), the groups (1), nodes of a group (2), bytes of each axis (8), the best ring (5) |
 # | you measure | the bytes that a real training step sends along each axis |
 #
 # Do lesson 07 first: you need to know what an all-reduce is, and what it sends. Work in a copy: *File → Save Notebook As…*,
@@ -37,7 +38,7 @@ from course.bench.results import load
 nvlink_speed = load("beginning_h200")["all_reduce"]["4"]["512"]     # GB/s
 
 # %%
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ from course import config, parallel
 from course.training import verify
 from course.config import Parallel
 from course.utils.errors import CourseError
-from course.lab.figures import mesh, style, who_holds, widgets
+from course.lab.figures import fabric, mesh, style, who_holds, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
@@ -445,6 +446,140 @@ lab.picture(style.stacked(orders, "seconds of communication in a step", "64 GPUs
 # arithmetic. So put `tp` last and `cp` before it, as far as the node reaches. `pp` sends little, and backward can hide `dp`.
 # That order, `pp-dp-cp-tp`, is the library's default.
 #
+# ## What joins the GPUs?
+#
+# "NVLink inside, a network outside" is the short version. `nvidia-smi topo -m` prints how each pair of GPUs is joined:
+#
+# | in the table | the path between two GPUs | bandwidth of one GPU, one direction |
+# |---|---|--:|
+# | `NV1`, `NV2`, ... | so many NVLinks, a direct wire or a switch | 25 GB/s a link on a V100, and more on newer GPUs |
+# | `PIX`, `PXB` | one or several PCIe switches | 13 GB/s with PCIe 3.0 x16, 25 with 4.0 |
+# | `PHB`, `NODE` | PCIe and the CPU | less |
+# | `SYS` | also the link between two CPUs | less still |
+#
+# Between nodes there is InfiniBand or Ethernet. With RDMA, the network card reads GPU memory itself. With plain **sockets**,
+# the data passes through the kernel's TCP.
+#
+# On newer nodes a switch joins all GPUs with all links. On the eight V100s here, each GPU has six links to four others.
+
+# %%
+print(fabric.CUBE_MESH)
+
+# %% [markdown]
+# > **Question.** Which pairs share two NVLinks? How does data travel from GPU 0 to GPU 5?
+#
+# <details><summary>Answer</summary>
+# 0-3, 0-4, 1-2, 1-5, 2-3, 4-7, 5-6 and 6-7. Between 0 and 5 the table says SYS: the data crosses both CPUs. NVLink reaches
+# GPU 5 only through 1 or 4.
+# </details>
+#
+# ## Exercise: the narrowest link
+#
+# NCCL sends an all-reduce around a **ring** of the group's GPUs, and chooses the order of the ring. A ring is as fast as its
+# narrowest link. Write `narrowest_link`: for the best ring through the group's GPUs, the number of NVLinks between its worst
+# neighbors. It is 0 if no ring uses NVLink alone. The rows may have more columns than GPUs, and the table more rows.
+
+# %% exercise="narrowest-link"
+def narrowest_link(topology: str, group: list[int]) -> int:
+    """The NVLinks between the worst neighbors of the best ring through a group; topology: what `nvidia-smi topo -m` prints."""
+    ### BEGIN SOLUTION
+    rows = [line.split()[1:] for line in topology.splitlines() if line.startswith("GPU")]
+    links = [[int(word[2:]) if word.startswith("NV") else 0 for word in row] for row in rows]
+    first, *others = group
+    rings = [(first, *order, first) for order in permutations(others)]
+    return max(min(links[a][b] for a, b in pairwise(ring)) for ring in rings)
+    ### END SOLUTION
+
+# %%
+check("narrowest-link")
+
+# %% [markdown]
+# > **Predict.** Which layouts of these eight GPUs keep both axes on NVLink? Think of `dp=2 tp=4` and `dp=4 tp=2`, each with
+# > `tp` fastest and with `tp` slowest.
+
+# %%
+pairs = {(a, b): narrowest_link(fabric.CUBE_MESH, [a, b]) for a in range(8) for b in range(a)}
+
+
+def narrowest(dp: int, tp: int, order: str, numbers: list[int]) -> dict[str, int]:
+    """The NVLinks of each axis' narrowest ring, if rank r has GPU numbers[r]."""
+    gpus = torch.tensor(numbers)[lay_out({"pp": 1, "dp": dp, "cp": 1, "tp": tp}, order)]
+    return {axis: min(narrowest_link(fabric.CUBE_MESH, group) for group in groups(gpus, AXES.index(axis)).tolist())
+            for axis in ("dp", "tp")}
+
+
+for dp, tp in ((2, 4), (4, 2)):
+    for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
+        print(f"dp={dp} tp={tp}, order {order}: {narrowest(dp, tp, order, list(range(8)))}")
+print("dp=4 tp=2, renumbered:       ", narrowest(4, 2, "pp-dp-cp-tp", [0, 3, 1, 2, 4, 7, 5, 6]))
+print("dp=8:                        ", narrowest(8, 1, "pp-dp-cp-tp", list(range(8)))["dp"])
+lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count}, [[0, 1, 2, 3], [4, 5, 6, 7]],
+                        "eight V100s; blue: two NVLinks, gray: one; colors: tp=4 in the order pp-dp-cp-tp"),
+            "Two squares of four GPUs with diagonals, 0 to 3 and 4 to 7. Four lines join them: 0 and 4, 1 and 5, with two "
+            "NVLinks each, 2 and 6, 3 and 7, with one each.")
+
+# %% [markdown]
+# **What you should see:** NVLink serves every layout here, but not with all its width. A rank gets a GPU by its number, and
+# `CUDA_VISIBLE_DEVICES=0,3,1,2,4,7,5,6` renumbers the GPUs: then each `tp=2` pair has two NVLinks. All eight have a ring with
+# two everywhere, 0-3-2-1-5-6-7-4.
+#
+# One more variable decides about overlap. Megatron-LM asks for `CUDA_DEVICE_MAX_CONNECTIONS=1` on GPUs before Blackwell: with
+# one hardware queue, kernels start in the order of their launches. So an all-reduce that is launched before a matmul starts
+# before it, and overlaps. With the default of 8 queues, the matmul may fill the GPU first.
+#
+# ## Which path did NCCL take?
+#
+# With `NCCL_DEBUG=INFO`, each rank prints what it finds. These are the lines to look for:
+#
+# | line, after `node:pid:tid [gpu] NCCL INFO` | meaning |
+# |---|---|
+# | `Bootstrap : Using eth0:10.0.0.5<0>` | the interface where ranks meet; `lo` or `docker0` cannot reach another node |
+# | `NET/IB : Using [0]mlx5_0:1/IB` | it found InfiniBand |
+# | `NET/IB : No device found.` | it found none, and goes on with sockets **without an error** |
+# | `Using network Socket` | the choice for messages between nodes |
+# | `Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM` | rank 0 writes into rank 1's memory: NVLink or PCIe |
+# | `Channel 00 : 0[0] -> 1[1] via SHM/direct/direct` | through the host's memory: no peer access |
+# | `Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0` | through TCP; you want `NET/IB/0`, best with `GDRDMA` at its end |
+#
+# In a container without `/dev/infiniband`, NCCL finds no device. Training runs, with much slower all-reduces between nodes.
+# `NCCL_NET=IB` turns this fallback into an error. When NCCL does not start at all, save the output and run
+# `course doctor --nccl FILE`: it names the cause and the cure.
+#
+# ## Latency and bandwidth
+#
+# `course bench comms` measures collectives over message sizes, and fits them to latency + bytes / bandwidth. **Bus
+# bandwidth** counts the bytes through each rank's link, so that you can compare it with the link's speed. Two processes of one
+# machine were measured with gloo over three links: the loopback interface, a virtual cable (`veth`) between two network
+# namespaces, and the same cable limited to 1 Gbit/s.
+#
+# > **Predict.** A link of 1 Gbit/s carries 0.125 GB/s. What bus bandwidth does an all-reduce of 64 MB reach? How many
+# > microseconds does one of 1 kB take there, and how many on two H200s for 1 MB?
+
+# %%
+my_bandwidth, my_latency, my_h200 = 0.01, 10.0, 1.0          # GB/s, us, us: your predictions
+
+# %%
+links = lab.results("comms_cpu")["links"]
+curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in link["rows"] if row["operation"] == "all-reduce"]
+          for name, link in links.items()}
+fits = {name: tuple(link["fits"]["all-reduce"].values()) for name, link in links.items()}
+h200 = {int(gpus): points for gpus, points in lab.results("kernels_h200")["all_reduce"].items()}
+curves |= {f"{gpus} H200s, NVLink": [(size, 2e-9 * (gpus - 1) / gpus * size / seconds) for size, seconds in points]
+           for gpus, points in h200.items()}
+slow = [row for row in links["veth, 1 Gbit/s"]["rows"] if row["operation"] == "all-reduce"]
+lab.beside("64 MB, 1 Gbit/s", my_bandwidth, slow[-1]["bus_gb_s"], "GB/s", "recorded")
+lab.beside("1 kB, 1 Gbit/s", my_latency, slow[0]["us"], "us", "recorded")
+lab.beside("1 MB, 2 H200s", my_h200, 1e6 * h200[2][0][1], "us", "recorded")
+lab.picture(fabric.bandwidths(curves, fits),
+            "Bus bandwidth over message size, both logarithmic. All curves rise in proportion to the size and then level off. "
+            "The cable of 1 Gbit/s levels off lowest, the H200s' NVLink more than a hundred times as high.")
+
+# %% [markdown]
+# **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run at
+# the link's bandwidth. Where they meet, at latency × bandwidth bytes, half the bandwidth is reached. So collectives are sent
+# in buckets (lesson 07), and the planner needs two numbers for each link. `course bench comms` prints them in the form of a
+# hardware file.
+#
 # ## Summary
 #
 # - A mesh is the list of ranks as a box: `arange`, `view`, `permute`.
@@ -452,6 +587,7 @@ lab.picture(style.stacked(orders, "seconds of communication in a step", "64 GPUs
 # - The order decides who are neighbors, and so which axis gets the fast links.
 # - `tp` sends most and belongs within a node; then `cp`, `dp`, and `pp` outermost.
 # - You can predict the bytes of a step and count them on a laptop.
+# - `nvidia-smi topo -m` shows the paths, `NCCL_DEBUG=INFO` the one that NCCL took. A message takes latency + bytes / bandwidth.
 #
 # ## Questions
 #

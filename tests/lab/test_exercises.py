@@ -257,7 +257,8 @@ def equal(run, other, key):
     return all(torch.equal(here[key], there[key]) for here, there in zip(run.outputs, other.outputs, strict=True))
 
 
-COUNTED = ["kernels", "nodes-touched", "in-buckets", "zigzag", "qkv-rows", "lay-out", "groups", "training-bytes", "fused-bytes"]
+COUNTED = ["kernels", "nodes-touched", "narrowest-link", "in-buckets", "zigzag", "qkv-rows", "lay-out", "groups",
+           "training-bytes", "fused-bytes"]
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -1,7 +1,9 @@
 """Lesson 09: ranks laid out along axes, the groups of an axis, the nodes that they touch, and the bytes that they send.
 
-The last two functions here are the answers to the exercises written inside a cell of the lesson.
+The last three functions here are the answers to the exercises written inside a cell of the lesson.
 """
+
+from itertools import pairwise, permutations
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,18 @@ def bytes_sent(sizes: dict[str, int], work: dict[str, int]) -> dict[str, float]:
             "cp": layers * 2 * (cp - 1) * 2 * activation / tp,
             "pp": work["micros"] * 2 * activation if pp > 1 else 0.0,
             "dp": 2 * (copies - 1) / copies * gradients}
+
+
+def narrowest_link(topology: str, group: list[int]) -> int:
+    """The number of NVLinks between the worst neighbors of the best ring through a group's GPUs; 0: no ring uses NVLink alone.
+
+    topology: the table of `nvidia-smi topo -m`.
+    """
+    rows = [line.split()[1:] for line in topology.splitlines() if line.startswith("GPU")]
+    links = [[int(word[2:]) if word.startswith("NV") else 0 for word in row] for row in rows]
+    first, *others = group
+    rings = [(first, *order, first) for order in permutations(others)]
+    return max(min(links[a][b] for a, b in pairwise(ring)) for ring in rings)
 
 
 def draw_layouts(seed: int, hidden: bool) -> Tensors:
@@ -110,6 +124,58 @@ def draw_work(seed: int, hidden: bool) -> Tensors:
     return inputs | {"work": work}
 
 
+NO_NVLINK = ("PIX", "PXB", "PHB", "NODE", "SYS")
+
+
+def draw_fabric(seed: int, hidden: bool) -> Tensors:
+    """Nodes of seven GPUs: the NVLinks of each pair, 0 of many, and groups, the first numbers of each row: sizes[i] of them.
+
+    In the first node the ring 0-2-1-3 has 12 links everywhere, and neighbors by number have 1. In the second, GPU 0 has one
+    neighbor only. The group of the third is a pair. In the fourth, only the ring 0-1-2-3-4 uses NVLink alone.
+    """
+    generator = random_inputs.generator(seed)
+    nodes = 14 if hidden else 6
+    counts = torch.tensor([0, 0, 1, 2, 4, 6, 12, 18])[torch.randint(8, (nodes, 7, 7), generator=generator)].triu(1)
+    groups = torch.stack([torch.randperm(7, generator=generator) for _ in range(nodes)])
+    sizes = torch.randint(2, 6, (nodes,), generator=generator)
+    counts[0, :4, :4] = torch.tensor([[0, 1, 12, 12], [0, 0, 12, 12], [0, 0, 0, 1], [0, 0, 0, 0]])
+    groups[0], sizes[0] = torch.arange(7), 4
+    counts[1, 0], sizes[1], groups[1] = torch.tensor([0, 4, 0, 0, 0, 0, 0]), 3, torch.arange(7)
+    counts[1, 1, 2], sizes[2] = 6, 2
+    counts[2][tuple(groups[2, :2].sort().values)] = 18 if hidden else 12
+    counts[3, :5, :5], groups[3], sizes[3] = 0, torch.arange(7), 5
+    counts[3, [0, 1, 2, 3, 0], [1, 2, 3, 4, 4]] = 12 if hidden else 4
+    return {"counts": counts + counts.transpose(1, 2), "groups": groups, "sizes": sizes,
+            "other": torch.randint(len(NO_NVLINK), (nodes, 7, 7), generator=generator)}
+
+
+def fabrics(inputs: Tensors) -> list[tuple[str, list[int]]]:
+    """The drawn nodes as `nvidia-smi topo -m` shows them, with a network card and a column for CPUs, and a group of each."""
+    found, columns = [], (inputs[key].tolist() for key in ("counts", "other", "groups", "sizes"))
+    for counts, other, group, size in zip(*columns, strict=True):
+        lines = ["\t" + "\t".join(f"GPU{gpu}" for gpu in range(7)) + "\tNIC0\tCPU Affinity"]
+        for a in range(7):
+            row = ["X" if a == b else f"NV{counts[a][b]}" if counts[a][b] else NO_NVLINK[other[min(a, b)][max(a, b)]]
+                   for b in range(7)]
+            lines.append("\t".join([f"GPU{a}", *row, "NODE", "0-31"]))
+        found.append(("\n".join([*lines, "\t".join(["NIC0", *["NODE"] * 7, "X"])]) + "\n", group[:size]))
+    return found
+
+
+def run_narrowest_link(inputs: Tensors) -> Tensors:
+    """The narrowest link of the best ring in each node, for its group; pairs apart, as a ring of two has one link."""
+    found = [(len(group), return_values.number(narrowest_link(topology, group.copy()), "narrowest_link"))
+             for topology, group in fabrics(inputs)]
+    return {"pairs": torch.tensor([links for size, links in found if size == 2]),
+            "rings": torch.tensor([links for size, links in found if size > 2])}
+
+
+def fabric_cases(inputs: Tensors) -> dict[str, list[str]]:
+    """Each case as a call, with a node to try by hand."""
+    calls = [(len(group), f"narrowest_link({topology!r}, {group})") for topology, group in fabrics(inputs)]
+    return {"pairs": [call for size, call in calls if size == 2], "rings": [call for size, call in calls if size > 2]}
+
+
 def run_bytes_sent(inputs: Tensors) -> Tensors:
     """The bytes along each axis, for each layout and model."""
     found, kept = [], True
@@ -146,4 +212,7 @@ EXERCISES = [
         "dp": "data parallel: one all-reduce of the gradients that this GPU has",
         "kept": "it leaves `sizes` and `work` as they are"}, flags={"kept": CHANGED}, cases=bytes_sent_cases, limits=QUICK,
              points=2),
+    Exercise("narrowest-link", "09", (f"{__name__}.narrowest_link",), draw_fabric, run_narrowest_link, {
+        "pairs": "for two GPUs it is the number of NVLinks that the table shows, or 0",
+        "rings": "for more GPUs it is the narrowest link of the best ring"}, cases=fabric_cases, limits=QUICK),
 ]

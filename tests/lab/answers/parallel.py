@@ -54,6 +54,27 @@ def nodes_touched(groups, per_node):
         most = max(most, len({rank.item() // per_node for rank in row}))
     return most
 ''',
+    "narrowest-link": '''
+import re
+
+def narrowest_link(topology, group):
+    lines = topology.strip().splitlines()
+    names = re.findall(r"GPU\\d+", lines[0])
+    width = {}
+    for line in lines[1:]:
+        name, *words = line.split()
+        for other, word in zip(names, words):
+            width[name, other] = int(word.removeprefix("NV")) if word[:2] == "NV" else 0
+
+    def best(path, left, least):
+        """Of all ways to go on from a path through the GPUs that are left."""
+        here = f"GPU{path[-1]}"
+        if not left:
+            return min(least, width[here, f"GPU{path[0]}"])
+        return max(best([*path, gpu], [g for g in left if g != gpu], min(least, width[here, f"GPU{gpu}"])) for gpu in left)
+
+    return best([group[0]], group[1:], 10**6)
+''',
     "bytes-sent": '''
 def bytes_sent(sizes, work):
     pp, dp, cp, tp = (sizes[name] for name in ("pp", "dp", "cp", "tp"))
