@@ -411,6 +411,18 @@ def test_hint_only_for_just_that_mistake():
     assert not found.passed and found.hint == check.UNKNOWN_CASE
 
 
+def test_weights_that_nothing_trains_are_numbers_like_others():
+    """Losses are blamed or cleared only where there are some."""
+    def hint(name, *doubled):
+        found = {key: torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64) for key in find(name).claims}
+        expected, run = (check.Run((found | change,)) for change in ({}, {key: 2 * found[key] for key in doubled}))
+        return check.hint_for_unknown(find(name), run, expected)
+
+    assert hint("training-bytes", "weights") == "every number is 2 times what it should be"
+    assert "the losses are right" in hint("training-step", "weights")
+    assert "the forward pass" in hint("training-step", "losses", "weights")
+
+
 def test_differ_knows_shapes_types_and_sizes():
     import torch
 

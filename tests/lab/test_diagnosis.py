@@ -36,13 +36,14 @@ def test_ranks_that_are_wrong_are_told_from_those_that_are_right():
     assert diagnosis.diagnose_numbers([wrong] * 4, fewer=2).startswith("right on 2 ranks and wrong on 4: look for")
 
 
-@pytest.mark.parametrize(("losses", "words"), [([1.0, 2.1], "a gradient is wrong"), ([1.1, 2.0], "look at the forward pass")])
+@pytest.mark.parametrize(("losses", "words"), [([1.0, 2.1, 3.1], "a gradient is wrong"),
+                                               ([1.1, 2.0, 3.0], "look at the forward pass")])
 def test_losses_say_which_pass_is_wrong(losses, words):
-    assert words in diagnosis.diagnose_training([(torch.tensor([1.0, 2.0]), torch.tensor(losses))])
+    assert words in diagnosis.diagnose_training([(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(losses))])
 
 
 def test_weights_alone_blame_a_gradient():
-    assert "some parameter gets a wrong gradient" in diagnosis.diagnose_training([None, (RIGHT, 2 * RIGHT)])
+    assert "some parameter gets a wrong gradient" in diagnosis.diagnose_training([None, (RIGHT, 2 * RIGHT)], weights=True)
 
 
 CALL = "The ranks disagree at collective 3 of ranks 0 and 1: rank 0 {} in line 4 of the cell: `f(x)`; rank 1 {} in line {} of {}."

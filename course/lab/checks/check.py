@@ -58,7 +58,7 @@ UNKNOWN_CASE = "no known mistake gives these numbers: take the case that is name
 TRY_AGAIN = "run the cell, and check again"          # in a notebook
 EARLIER_UNWRITTEN = "it calls what an earlier exercise asks for, which is not written yet"
 UNWRITTEN = "it is not written yet"
-TRAINING_OUTPUTS = ("losses", "trained", "weights")  # suffixes of the outputs of a training
+TRAINING_LOSSES = ("losses", "trained")              # suffixes of outputs that are the losses of a training
 HIDDEN_ERRORS = {                                    # what stopped an answer, without quoting the answer
     "InvalidReturn": "what your code returned cannot be used: compare its type and shape with what the docstring says",
     "ranks": "the ranks did not meet in the same collectives",
@@ -238,7 +238,7 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
         changed = [key for key in exercise.claims if not same(expected, slip, [key])]
         if changed and same(slip, run, changed):
             return mistake.hint
-    if "kept" in exercise.claims and not same(expected, run, ["kept"]):
+    if "kept" in exercise.flags and not same(expected, run, ["kept"]):
         return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "the arguments")
     return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected)
 
@@ -253,8 +253,12 @@ def hint_for_unknown(exercise: Exercise, run: Run, expected: Run) -> str:
     if not values:
         return diagnosis.diagnose_flags(codes) if broken else general_hint(exercise, len(run.outputs))
     fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # it passed there, or the check had stopped
-    diagnose = diagnosis.diagnose_training if values[0].endswith(TRAINING_OUTPUTS) else diagnosis.diagnose_numbers
-    hints = [diagnose(broken[values[0]], fewer), diagnosis.diagnose_flags(codes) if min(codes, default=0) < 0 else ""]
+    trains = any(key.endswith(TRAINING_LOSSES) for key in exercise.claims)
+    if trains and values[0].endswith((*TRAINING_LOSSES, "weights")):
+        hint = diagnosis.diagnose_training(broken[values[0]], fewer, values[0].endswith("weights"))
+    else:
+        hint = diagnosis.diagnose_numbers(broken[values[0]], fewer)
+    hints = [hint, diagnosis.diagnose_flags(codes) if min(codes, default=0) < 0 else ""]
     return "; besides, ".join(filter(None, hints)) or general_hint(exercise, len(run.outputs))
 
 

@@ -47,15 +47,15 @@ def diagnose_numbers(wrong: Pairs, fewer: int = 0) -> str:
     return "; ".join([*describe_ranks(wrong, fewer), *(patterns[:1] if len({*patterns}) == 1 and patterns[0] else [])])
 
 
-def diagnose_training(wrong: Pairs, fewer: int = 0) -> str:
-    """Locate the fault of a training from the losses of its two steps, or from the weights after them."""
+def diagnose_training(wrong: Pairs, fewer: int = 0, weights: bool = False) -> str:
+    """Locate the fault of a training from the losses of its steps, or from the weights after them."""
     expected, got = next(pair for pair in wrong if pair)
-    if expected.shape != got.shape or len(expected) != 2:
+    if weights or expected.shape != got.shape:
         finding = "the losses are right, and weights are not: some parameter gets a wrong gradient"
     elif (expected[0] - got[0]).abs() > 1e-9 * expected[0].abs():
         finding = "the loss of the first step is wrong already: look at the forward pass"
     else:
-        finding = "the loss of the first step is right, that of the second is not: the forward pass is right, a gradient is wrong"
+        finding = "the loss of the first step is right, a later one is not: the forward pass is right, a gradient is wrong"
     return "; ".join([*describe_ranks(wrong, fewer), finding])
 
 

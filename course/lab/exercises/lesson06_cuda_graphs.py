@@ -260,7 +260,9 @@ def with_bad_ones(inputs: Tensors) -> list[Batch]:
     """The batches, one of which holds infinity, and one what is not a number."""
     x = inputs["x"].clone()
     y = inputs["y"].clone()
-    y[inputs["bad"][0]], x[inputs["bad"][1]] = torch.inf, torch.nan     # the loss is infinite of one, of the other not a number
+    infinite, undefined = inputs["bad"]
+    sample = dropout(torch.ones_like(x[infinite]), infinite).sum(1).argmax()        # one that dropout leaves a feature
+    y[infinite, sample], x[undefined] = torch.inf, torch.nan            # the loss: infinite in one, not a number in the other
     return [{"x": one, "y": other} for one, other in zip(x, y, strict=True)]
 
 

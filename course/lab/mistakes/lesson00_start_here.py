@@ -32,6 +32,10 @@ MISTAKES = {
                 "m, k and n differ: the result has m x n numbers, each a sum of k products"),
         Mistake("a constant for one case", "2 * m * k * n", "2 * 64**3",
                 "the number of operations depends on m, k and n: 2 x 64^3 is the count for one size only"),
+        Mistake("bits",
+                "* itemsize",
+                "* itemsize * 8",
+                "this counts bits: `itemsize` is in bytes already, so leave out the 8"),
     ),
     "roofline": (
         Mistake("both times added", LONGER, "flops / peak_flops + moved / peak_bytes",

@@ -52,6 +52,15 @@ MISTAKES = {
                 "it writes into batch['target'], which the caller still needs: `output - target` makes a new tensor"),
         Mistake("detached", "output - target", "output.detach() - target + 0 * output",
                 "no gradient flows back to the output: do not detach it"),
+        Mistake("sums before the quotient",
+                "(error / size * weight).sum()",
+                "(error * weight).sum() / (size * weight).sum() * weight.sum()",
+                "this divides the sum of the errors by the sum of the norms, so samples with large targets count more: "
+                "divide sample by sample, and add up the quotients"),
+        Mistake("relative to the forecast, padding aside",
+                "self.norm(target)",
+                "self.norm(output)",
+                "the error is relative to the target's norm, not to the output's"),
     ),
     "training-step": (
         Mistake("gradients never cleared", "    optimizer.zero_grad()\n", "",
@@ -86,6 +95,11 @@ MISTAKES = {
                 "it writes into the batch, which the caller still needs: make a new tensor instead"),
         Mistake("a constant loss", "return loss.detach()", "return torch.ones((), dtype=torch.float64)",
                 "it always returns 1: return the loss of this batch"),
+        Mistake("the loss after the update",
+                "return loss.detach()",
+                "total, weight = model.loss(model(batch), batch)\n    return (total / weight).detach()",
+                "the weights are right, but this runs the model once more after the update: return the loss that backward "
+                "started from"),
     ),
     "accumulate": (
         Mistake("no autocast", "with autocast(config.precision, weight.device):", "if True:",

@@ -47,7 +47,7 @@ MISTAKES = {
                 "total += end - max(begin, reached)\n        reached = end",
                 "an interval inside a longer one subtracts time here: continue from the larger of the two ends, not from the "
                 "last one"),
-        Mistake("from first to last", "return total", "return reached - min((begin for begin, _ in intervals), default=reached)",
+        Mistake("from first to last", "return total", "return reached - min(intervals)[0] if intervals else 0.0",
                 "the gaps between intervals do not count"),
         Mistake("sorted by their ends", "sorted(intervals)", "sorted(intervals, key=lambda interval: interval[1])",
                 "sort by the starts: sorted by the ends, a long interval comes after those inside it"),
@@ -100,5 +100,19 @@ MISTAKES = {
                 "the step ends when the GPU finishes, not when the host has launched the last kernel"),
         Mistake("a share", "return gpu, idle", "return gpu, idle / gpu",
                 "this is the fraction of the time in which the GPU is idle: return the idle time itself, in seconds"),
+        Mistake("the larger of two sums",
+                "return gpu, idle",
+                "return max(host + works[-1], sum(works)), idle",
+                "the host may be ahead at some kernels and behind at others, and the larger of two sums misses that: go "
+                "from kernel to kernel"),
+        Mistake("launches or work",
+                "return gpu, idle",
+                "return max(host, sum(works)), idle",
+                "neither the sum of the launches nor that of the work is the end: a kernel starts when it is launched and "
+                "the one before is done"),
+        Mistake("what is left after the last launch",
+                "return gpu, idle",
+                "return gpu, gpu - host",
+                "this is how long the GPU still works after the last launch: add up how long it waits before each kernel"),
     ),
 }

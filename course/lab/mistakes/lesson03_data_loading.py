@@ -29,6 +29,10 @@ MISTAKES = {
                 "np.concatenate([samples_at(seed, n, i % n, i % n + 1) for i in range(consumed, consumed + global_batch)])",
                 "each epoch has its own order, which samples_at derives from the position in the whole stream: do not take the "
                 "position modulo n"),
+        Mistake("it ends with the epoch",
+                "while True:",
+                "while consumed + global_batch <= n:",
+                "the batches go on without end: samples_at continues in the next epoch, so the loop needs no condition"),
     ),
     "read-ahead": (
         Mistake("one ahead", "range(depth)", "range(1)",
@@ -61,5 +65,9 @@ MISTAKES = {
                 "it reads one more than `depth` ahead (a thread that waits for a place in a full queue already holds a batch)"),
         Mistake("many threads", "ThreadPoolExecutor(1)", "ThreadPoolExecutor(depth)",
                 "two threads cannot share an iterator, and the order would be random: let one thread read", silent=True),
+        Mistake("no limit",
+                "range(depth)",
+                "range(1000)",
+                "this reads as far ahead as it can, and batches fill the memory: keep `depth` reads in the queue"),
     ),
 }

@@ -104,6 +104,11 @@ MISTAKES = {
                 "to the front"),
         Mistake("stacked below", "torch.cat([amax[:, None], history[:, :-1]], 1)", "torch.cat([amax[None], history[:-1]], 0)",
                 "rows are tensors and columns are steps: the new amaxes are a column, amax[:, None], concatenated along dim 1"),
+        Mistake("rolled the wrong way",
+                "return torch.cat([amax[:, None], history[:, :-1]], 1)",
+                "new = history.roll(-1, 1)\n    new[:, 0] = amax\n    return new",
+                "this moves the history towards the front, so the newest amax is overwritten and the oldest stays: shift "
+                "it to the back, roll(1, 1)"),
     ),
     "delayed-scale": (
         Mistake("the newest alone", "history.amax(1)", "history[:, 0]",

@@ -32,6 +32,15 @@ MISTAKES = {
                 "two tensors may have the same size, and a set of sizes keeps only one of them: put names into the set"),
         Mistake("what nobody reads", "{name for reads, _ in chain for name in reads} - made", "set(sizes) - made",
                 "`sizes` also names tensors that this chain does not read: use the operators' inputs"),
+        Mistake("the first operator's inputs",
+                "sum(sizes[name] for name in read | (made & set(kept)))",
+                "sum(sizes[name] for name in set(chain[0][0]) | (made & set(kept)))",
+                "later operators also read tensors that come from outside the chain: collect the inputs of all operators"),
+        Mistake("from the first to the last",
+                "sum(sizes[name] for name in read | (made & set(kept)))",
+                "sum(sizes[name] for name in set(chain[0][0]) | {chain[-1][1]})",
+                "later operators also read tensors from outside, and `kept` says what is written: the first inputs and "
+                "the last result are not all"),
     ),
     "kernels": (
         Mistake("nothing fuses", "if library or alone:", "if True:",
@@ -50,6 +59,12 @@ MISTAKES = {
                 "the operators after the last matmul or attention are a kernel too: count it at the end of the list"),
         Mistake("matmuls in a row are one", "if library or alone:", "if library != alone or count == 0:",
                 "each matmul or attention has its own kernel, also directly after another one"),
+        Mistake("one for each kind",
+                "count, alone = 0, True",
+                "return sum(1 for i, kind in enumerate(operators) if not i or kind != operators[i - 1])\n"
+                "    count, alone = 0, True",
+                "neighbors of different kinds share a kernel too, as long as neither is a matmul or attention; two "
+                "matmuls in a row do not"),
     ),
     "fused-modulate": (
         Mistake("the variance of a sample", "correction=0", "correction=1",
@@ -83,6 +98,18 @@ MISTAKES = {
                 "tensor can be computed again"),
         Mistake("in place", "g = grad * (1 + scale[:, None])", "g = grad.mul_(1 + scale[:, None])",
                 "the caller still uses the gradient: grad * ..., not grad.mul_(...)"),
+        Mistake("mean and deviation stand still",
+                "(g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))",
+                "g",
+                "x also moves the mean and the deviation of its token: subtract the mean of g, and n times the mean of g * n"),
+        Mistake("g by scale alone",
+                "g = grad * (1 + scale[:, None])",
+                "g = grad * scale[:, None]",
+                "the forward pass multiplies by 1 + scale, so the backward pass does too"),
+        Mistake("summed over the samples",
+                "grad.sum(1), (grad * n).sum(1)",
+                "grad.sum(0), (grad * n).sum(0)",
+                "each sample has its own shift and scale: sum over its tokens, dim 1, not over the samples"),
     ),
     "graph-break": (
         Mistake("an if", LAST, "if largest > limit:\n        x = x * (limit / largest)\n    return x, largest",

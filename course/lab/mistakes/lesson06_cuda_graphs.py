@@ -54,6 +54,12 @@ MISTAKES = {
                 "the warm-up steps change the weights: run one step per call, on the batch of that call"),
         Mistake("one call too many", "if self.calls <= self.warm:", "if self.calls <= self.warm + 1:",
                 "count the calls again: `warm` calls run eagerly, and the next one captures"),
+        Mistake("a name that is missing",
+                "kinds(batch) != kinds(self.batch)",
+                "any(name not in self.batch or kinds({name: tensor}) != kinds({name: self.batch[name]}) for name, tensor "
+                "in batch.items())",
+                "this looks only at the names that the new batch has, and one that it lacks goes unnoticed: compare "
+                "`kinds` of both batches as a whole", by=("refused",)),
     ),
     "decided-on-device": (
         Mistake("an if on the loss", f"        {UPDATE}", "        if good:\n            state.weight -= rate * gradient",
@@ -83,6 +89,15 @@ MISTAKES = {
         Mistake("grows for ever", ".clamp(max=1.0)", "", "the warm-up ends at PEAK: take the smaller of the ratio and 1"),
         Mistake("the rate is late", "(state.count + 1) / RAMP", "state.count / RAMP",
                 "in the first step, when the count is 0, the rate is already PEAK / RAMP: the ratio is (count + 1) / RAMP"),
+        Mistake("counted too early",
+                '(state.count + 1) / RAMP).clamp(max=1.0)         # ()\n    x = dropout(batch["x"], state.count)',
+                '(state.count + 2) / RAMP).clamp(max=1.0)\n    x = dropout(batch["x"], state.count + 1)',
+                "the rate and dropout see a count that is 1 too high: add 1 at the end of the step, as the host does"),
+        Mistake("zeros for NaN",
+                "torch.where(good, state.weight - rate * gradient, state.weight)",
+                "state.weight - rate * gradient.nan_to_num(0.0)",
+                "nan_to_num turns NaN into 0, but infinity into the largest number there is: after an infinite loss, "
+                "choose the old weights with torch.where"),
     ),
     "graph-gain": (
         Mistake("a launch for each", "return once + sum(works)", "return once * len(works) + sum(works)",
@@ -110,5 +125,13 @@ MISTAKES = {
                 "graphed_time(scaled, once, gap) / (1 - least)",
                 "this takes `least` as a share of the eager step, but it is a share of the graphed step: (1 + least) times as "
                 "long"),
+        Mistake("all of it beside the launch",
+                "return once + sum(works) + gap * (len(works) - 1)",
+                "return max(once, sum(works) + gap * (len(works) - 1))",
+                "the GPU cannot start before the graph is launched: add the launch to its work and gaps"),
+        Mistake("powers of two",
+                "range(1, 1001)",
+                "[2**k for k in range(10)]",
+                "the smallest batch may lie between two powers of two: try every batch from 1 to 1000"),
     ),
 }

@@ -42,6 +42,10 @@ MISTAKES = {
                 "something is wrong"),
         Mistake("a root", "return noise / signal", "return (noise / signal)**0.5",
                 "the noise scale is the quotient itself, without a root: numerator and denominator are squared norms"),
+        Mistake("a large batch without noise",
+                "(small - large) / (1 / b - 1 / B)",
+                "(small - large) * b",
+                "the large batch contains noise too, tr(S) / B: the two norms differ by tr(S) (1 / b - 1 / B)"),
     ),
     "scaled-rate": (
         Mistake("the rules swapped", 'rule == "linear"', 'rule != "linear"',
@@ -109,6 +113,10 @@ MISTAKES = {
                 "to `lr`, not to a point on the cosine"),
         Mistake("no warm-up", "if o.warmup else rate", "if False else rate",
                 "the rate rises to that of the schedule in the first `warmup` steps, in equal parts"),
+        Mistake("a straight line down",
+                "0.5 * (1 + torch.cos(math.pi * done.clamp(0, 1)))",
+                "(1 - done.clamp(0, 1))",
+                "after the warm-up the rate follows half a cosine, (1 + cos) / 2, not a straight line"),
     ),
     "samples-to-target": (
         Mistake("steps for samples", "batch * (before[0] + part * (at - before[0]))", "before[0] + part * (at - before[0])",

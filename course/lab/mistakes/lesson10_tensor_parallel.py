@@ -101,6 +101,14 @@ MISTAKES = {
                 "pass communicates", by=("copied", "sent")),
         Mistake("in float32", SUM, "return all_reduce(x.float(), axis).to(x.dtype)",
                 "the sum is computed in float32: keep the dtype of x", by=("reduced",)),
+        Mistake("a mean in reduce's backward pass",
+                "return all_reduce(x, axis)\n\n    @staticmethod\n"
+                "    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:\n        return grad, None",
+                "ctx.axis = axis\n        return all_reduce(x, axis)\n\n    @staticmethod\n"
+                "    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:\n"
+                "        return grad / ctx.axis.size, None",
+                "reduce, backward: each rank's part counts fully in the sum, so its gradient is the whole gradient: do "
+                "not divide"),
     ),
     "column-row": (
         Mistake("nothing at the entrance", "x = enter_region(x, self.axis, self.tokens)",
@@ -234,5 +242,10 @@ MISTAKES = {
                 "from course.parallel.mappings import all_reduce\n"
                 "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.size - 1 - axis.rank].contiguous()",
                 "rank r has piece r: this counts the pieces from the end"),
+        Mistake("n from its own piece",
+                "return all_gather(x, dim, axis, n)",
+                "return all_gather(x, dim, axis, x.shape[dim] * axis.size)",
+                "gather, forward: the pieces need not be equally long, so n is not the own piece times the number of "
+                "ranks: pass on the n that you are given"),
     ),
 }

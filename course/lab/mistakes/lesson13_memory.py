@@ -35,6 +35,10 @@ MISTAKES = {
         Mistake("rounded down", "/= ranks", "//= ranks", "`//` rounds down, and a share may have a fraction: divide with /"),
         Mistake("states in the place of weights", "return weights, gradients, states", "return states, gradients, weights",
                 "the order is weights, gradients, states"),
+        Mistake("weights at stage 2",
+                "if stage >= 3:",
+                "if stage >= 2:",
+                "stage 2 cuts gradients and states; only stage 3 cuts the weights"),
     ),
     "zero-optimizer": (
         Mistake("a sum for a mean", "total / self.axis.size", "total",

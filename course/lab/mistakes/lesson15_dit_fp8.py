@@ -330,5 +330,10 @@ MISTAKES = {
                 "the candidate has the seed of the first reference: compare it with that one, not with the closest one"),
         Mistake("in percent", "gap, spread, gap", "100 * gap, 100 * spread, gap",
                 "gap and spread are fractions, 0.05 for five percent: do not multiply by 100"),
+        Mistake("step by step",
+                "means = references.unfold(1, length, length).mean(2)                # (seeds, windows)\n"
+                "    own = candidate.unfold(0, length, length).mean(1) ",
+                "means, own = references, candidate ",
+                "single losses are noisy: take means of `length` losses each first, and compare those"),
     ),
 }

@@ -68,7 +68,7 @@ MISTAKES = {
                 "        read(tuple(slice(0, stop - start) for start, stop in box))\n        shared = overlap(wanted, box)\n",
                 "this reads pieces that are not wanted: call overlap first, then read"),
         Mistake("only the first piece", COPY, COPY + "            break\n",
-                "a box may need several pieces: continue after the first"),
+                "a box may need several pieces: continue after the first", by=("read",)),      # the rest is what was in memory
         Mistake("the first piece, whatever it shares", COPY, COPY + "        break\n",
                 "this looks at one piece only: a box may need several, and the first one may not overlap it"),
         Mistake("slices swapped", COPY, "            part = read(tuple(slice(0, stop - start) for start, stop in box))\n"

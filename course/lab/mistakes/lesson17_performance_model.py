@@ -98,6 +98,11 @@ MISTAKES = {
         Mistake("the other one first", "return 6.0 * tokens * weights, (forward + backward) * (0.5 if causal else 1.0)",
                 "return (forward + backward) * (0.5 if causal else 1.0), 6.0 * tokens * weights",
                 "return the linear maps first, attention second"),
+        Mistake("linear maps forward alone",
+                "return 6.0 * tokens * weights,",
+                "return 2.0 * tokens * weights,",
+                "a linear map has two matmuls in the backward pass and one in the forward pass: 6 FLOPs for each weight "
+                "and token, not 2"),
     ),
     "activation-bytes": (
         Mistake("everything is cut", BYTES, "tokens * (around + within) / tp",
@@ -215,6 +220,10 @@ MISTAKES = {
                 "the bytes follow the latency: in each step, add the two times"),
         Mistake("pieces for the others", "size / ranks /", "size / max(1, ranks - 1) /",
                 "there are n pieces, one for each rank, including its own: size / ranks"),
+        Mistake("a tree of pieces, rounded up",
+                "steps = 2 * (ranks - 1)",
+                "steps = 2 * (ranks - 1).bit_length()",
+                TREE),
     ),
     "pipeline-seconds": (
         Mistake("no bubble", STEP, "micros * slowest",
@@ -372,5 +381,9 @@ MISTAKES = {
                 "a pipeline gives a rank fewer blocks, depth / pp of them, but a block has the same size"),
         Mistake("moved through a link", "run.moved / rates.memory", "run.moved / rates.bandwidth",
                 "`moved` bytes go to and from the GPU's memory, at rates.memory: rates.bandwidth belongs to a link"),
+        Mistake("an update for each micro-batch",
+                "run.update / rates.memory",
+                "run.micros * run.update / rates.memory",
+                "the optimizer updates the weights once a step, not once for each micro-batch"),
     ),
 }
