@@ -16,6 +16,7 @@ from course.lab.checks import random_inputs, return_values
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.instruments.bytes_sent import Traffic, piece_bytes, within_budget
+from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.sandbox.limits import Limits
 from course.ops.storage import allocate, free_memory, has_memory
 from course.parallel import Axis, build_mesh, join
@@ -166,14 +167,17 @@ def run_sharded_unit(inputs: Tensors) -> Tensors:
     """Train a chain of units, each whole only while it computes, over all ranks and in groups of two."""
     world = join("cpu")
     found: Tensors = {}
-    sent, kept, freed = [], 0.0, True
+    sent, kept, freed, lean = [], 0.0, True, True
     for name, axis in axes_of(world).items():
         blocks = chain_of(inputs["weights"], inputs["x"].shape[-1])
         units = [ShardedUnit(list(block.parameters()), axis) for block in blocks]
+        freed = freed and not any(has_memory(unit.parameters[0]) for unit in units)
 
         def gather(unit: ShardedUnit) -> None:
-            with Traffic() as traffic:
+            nonlocal lean
+            with Traffic() as traffic, MemoryMeter() as meter:
                 unit.gather()
+            lean = lean and meter.peak <= unit.share.nbytes
             sent.append((traffic, float(piece_bytes(unit.whole, 0, unit.axis.size))))
 
         outputs = []
@@ -203,7 +207,8 @@ def run_sharded_unit(inputs: Tensors) -> Tensors:
         count = inputs["weights"].shape[1]           # the rest is padding
         found[f"{name}_weights"] = torch.cat([readable(unit.whole, "the next step")[:count] for unit in units])
     dist.barrier()
-    return found | {"freed": torch.tensor(float(freed)), "kept": torch.tensor(kept), "sent": within_budget(*sent)}
+    return found | {"freed": torch.tensor(float(freed)), "kept": torch.tensor(kept), "lean": torch.tensor(float(lean)),
+                    "sent": within_budget(*sent)}
 
 
 def update_share(block: nn.Module, unit: ShardedUnit) -> None:
@@ -418,10 +423,12 @@ EXERCISES = [
         "all_weights": "after three steps the gathered weights are those of serial training on all ranks' batches",
         "pair": "the outputs are right along an axis of two ranks, too",
         "pair_weights": "and so are the weights",
-        "freed": "`free` frees the memory of the weights",
-        "kept": "beside it a unit keeps its share alone: numbers kept, in shares",
+        "freed": "the whole weights have no memory before the first `gather`, nor after `free`",
+        "kept": "beside them a unit keeps its share alone: numbers kept, in shares",
+        "lean": "`gather` makes no tensors beside `whole` that are larger than a share",
         "sent": "`gather` sends what one all-gather of the shares sends"}, flags={
-            "freed": "the parameters still have theirs", "sent": "it sends more"},
+            "freed": "the parameters still have theirs", "sent": "it sends more",
+            "lean": "it does: for a moment the weights are in memory more than once"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("reduce-gradients", "20", (f"{__name__}.reduce_gradients",), draw_gradients, run_reduce_gradients, {
         "all": "after each micro-batch `share.grad` is this rank's part of the mean gradients, summed over micro-batches",

@@ -87,6 +87,15 @@ MISTAKES = {
                 by=("sent",)),
         Mistake("a copy kept", GATHER, GATHER + "        self.copy = self.whole.clone()\n",
                 "`whole` is freed, but another tensor of all weights stays in memory: keep only the share"),
+        Mistake("gathered in pieces and joined", GATHER,
+                "        parts = [torch.empty_like(self.share) for _ in range(self.axis.size)]\n"
+                "        torch.distributed.all_gather(parts, self.share.detach(), group=self.axis.group)\n"
+                "        allocate(self.whole)\n        self.whole.copy_(torch.cat(parts))\n",
+                "the shares arrive in tensors of their own and are joined into another, so the weights are in memory three "
+                "times: let the all-gather write into `whole`"),
+        Mistake("whole until the first use", "clone())\n        self.free()\n", "clone())\n",
+                "all units are whole until their first use, so the model has to fit on one rank after all: free `whole` at the "
+                "end of `__init__`"),
         Mistake("one rank stays out", GATHER, "        if self.axis.rank == self.axis.size - 1:\n            return\n" + GATHER,
                 "every rank of the axis has to call the all-gather", silent=True),
     ),
