@@ -12,7 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
-from course.lab.figures.style import BLUE, GREY, MARKS, label, panel
+from course.lab.figures.style import MARKS, label, panel
+from course.utils.colors import BLUE, GRAY
 
 CUBE_MESH = """\
         GPU0    GPU1    GPU2    GPU3    GPU4    GPU5    GPU6    GPU7
@@ -40,11 +41,11 @@ def node(pairs: Mapping[tuple[int, int], int], groups: Sequence[Sequence[int]] =
         length = np.hypot(x1 - x0, y1 - y0)
         for offset in ((-0.025, 0.025) if count == 2 else (0.0,)):
             side = offset * (y0 - y1) / length, offset * (x1 - x0) / length
-            axis.plot([x0 + side[0], x1 + side[0]], [y0 + side[1], y1 + side[1]], color=BLUE if count == 2 else GREY,
+            axis.plot([x0 + side[0], x1 + side[0]], [y0 + side[1], y1 + side[1]], color=BLUE if count == 2 else GRAY,
                       linewidth=1.6, zorder=1)
-    colours = {gpu: MARKS[number % len(MARKS)][1] for number, group in enumerate(groups) for gpu in group}
+    colors = {gpu: MARKS[number % len(MARKS)][1] for number, group in enumerate(groups) for gpu in group}
     for gpu, place in enumerate(places):
-        axis.add_patch(Circle(place, 0.13, facecolor="white", edgecolor=colours.get(gpu, GREY), linewidth=3, zorder=2))
+        axis.add_patch(Circle(place, 0.13, facecolor="white", edgecolor=colors.get(gpu, GRAY), linewidth=3, zorder=2))
         axis.text(*place, str(gpu), ha="center", va="center", zorder=3)
     axis.set_aspect("equal")
     axis.autoscale_view()
@@ -59,11 +60,11 @@ def bandwidths(curves: Mapping[str, Sequence[tuple[float, float]]], fits: Mappin
     curves: name -> (bytes, GB/s) points. fits: name -> (latency in us, GB/s), for bytes that all cross the link.
     """
     figure, axis = panel(7.5, 4.2)
-    for (name, points), (mark, colour) in zip(curves.items(), MARKS, strict=False):
+    for (name, points), (mark, color) in zip(curves.items(), MARKS, strict=False):
         x, y = np.array(points).T
-        axis.loglog(x, y, mark, color=colour, label=name)
+        axis.loglog(x, y, mark, color=color, label=name)
         if name in fits:
-            axis.loglog(x, fitted(x, *fits[name]), "--", color=colour, linewidth=1)
+            axis.loglog(x, fitted(x, *fits[name]), "--", color=color, linewidth=1)
     label(axis, x="message in bytes", y="bus bandwidth in GB/s", title="all-reduce; dashed: latency + bytes / bandwidth",
           grid="major")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
