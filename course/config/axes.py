@@ -10,3 +10,10 @@ def check_shard(shard: int, ranks: int) -> None:
     if shard and ranks % shard:
         raise CourseError(f"parallel.shard={shard} does not divide the {ranks} ranks of dp x cp: choose one of "
                           f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}, or 0 for all")
+
+
+def check_ep(ep: int, ranks: int) -> None:
+    """Raise `CourseError` if `parallel.ep` does not divide the ranks of dp x cp, from which it is carved."""
+    if ranks % ep:
+        raise CourseError(f"parallel.ep={ep} does not divide the {ranks} ranks of dp x cp, over which it spreads the experts: "
+                          f"choose one of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}")

@@ -96,6 +96,7 @@ class Parallel:
     dp: int = 0                                     # data-parallel ranks; 0: all ranks that the other axes leave
     cp: int = 1                                     # context-parallel ranks
     tp: int = 1                                     # tensor-parallel ranks
+    ep: int = 1                                     # ranks of dp x cp over which experts are spread; no factor of the ranks
     order: str = "-".join(AXES)                     # slowest first: ranks along the last axis are neighbors
     sp: bool = False                                # sequence parallelism: tp splits norms and residuals by tokens
     # with sp: how linears overlap communication with their matmuls. auto: nccl, or none with native FP8, which multiplies whole

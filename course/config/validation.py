@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from course.config.axes import AXES, check_shard
+from course.config.axes import AXES, check_ep, check_shard
 from course.models import DiTConfig, GPTConfig, ModelConfig, ViTConfig, family_of
 from course.models.linears import linears_on_rank
 from course.ops.number_formats import LOW_PRECISION
@@ -25,14 +25,16 @@ TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0
 # (least, included; end, excluded) -> keys. A tuple's numbers are checked one by one
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead parallel.pp "
-                   "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
+                   "parallel.cp parallel.tp parallel.ep parallel.chunks model.top_k model.moe_every "
+                   "model.vocab model.context model.dim model.depth model.heads "
                    "model.rope_factor model.rope_theta model.rope_context model.channels model.classes model.patch model.grid "
                    "model.latent",
     (0, math.inf): "log.every checkpoint.every checkpoint.keep "
                    "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
-                   "model.loss_chunk model.vocab_used model.rope_low parallel.shard",
+                   "model.loss_chunk model.vocab_used model.rope_low parallel.shard model.experts model.expert_width "
+                   "model.shared_experts model.balance_loss model.z_loss model.balance_rate model.capacity_factor",
     (0, 1): "optim.betas optim.muon_momentum optim.ema model.dropout model.drop_path",
     (0, PART): "model.label_drop",                   # 1: every sample
     (TINY, math.inf): "model.norm_eps",
@@ -57,6 +59,7 @@ def check(config: "Config") -> "Config":
         raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
                           "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
     check_zero(config)
+    check_experts(config)
     if isinstance(config.model, GPTConfig):
         check_groups(config.model, p)
         check_efficient(config.model, config)
@@ -102,6 +105,35 @@ def check_zero(config: "Config") -> None:
     if p.zero == 3 and config.precision == "fp8" and config.fp8.by == "te":
         raise CourseError("fp8.by=te keeps copies of the weights that parallel.zero=3 frees: use parallel.zero=2, or "
                           "fp8.by=native")
+
+
+def check_experts(config: "Config") -> None:
+    """Raise `CourseError` for experts that a layout cannot spread, and for settings that they cannot be combined with."""
+    m, p = config.model, config.parallel
+    if not isinstance(m, GPTConfig) or not m.experts:
+        if p.ep > 1:
+            raise CourseError(f"parallel.ep={p.ep} spreads experts, and this model has none: set model.experts of a GPT, or "
+                              "parallel.ep=1")
+        return
+    if m.top_k > m.experts:
+        raise CourseError(f"model.top_k={m.top_k} is more than model.experts={m.experts}: choose at most {m.experts}")
+    if m.moe_every > m.depth:
+        raise CourseError(f"model.moe_every={m.moe_every} is more than model.depth={m.depth}, so no block has experts: choose at "
+                          f"most {m.depth}")
+    if m.experts % p.ep:
+        raise CourseError(f"parallel.ep={p.ep} does not divide model.experts={m.experts}: choose a divisor of {m.experts}")
+    if p.dp:                                        # else known when the ranks are
+        check_ep(p.ep, p.dp * p.cp)
+    if p.ep > 1 and p.data == "ddp":
+        raise CourseError("parallel.data=ddp averages all gradients over the same ranks, and experts over fewer: use "
+                          "parallel.data=bucketed")
+    if config.graphs:
+        raise CourseError("graphs=true needs shapes that are known before the step, and tokens choose their experts during it: "
+                          "set graphs=false")
+    if config.kernels == "triton":
+        raise CourseError("kernels=triton has no kernels for experts: use kernels=pytorch")
+    if config.precision == "fp8" and config.fp8.by == "te":
+        raise CourseError("fp8.by=te has no module for experts: use fp8.by=native, which leaves experts in bf16")
 
 
 LARGEST = {"model": 2**26}                           # largest integer in a section; else 2**53: doubles skip integers above it
@@ -256,6 +288,8 @@ def tensor_rule(c: "Config") -> str:
     """tp must divide the key-value heads, the hidden units and a GPT's vocabulary. Returns a sentence, or ""."""
     m, tp = c.model, c.parallel.tp
     counts = {"heads": m.groups, "hidden units": m.hidden}
+    if isinstance(m, GPTConfig) and m.experts:
+        counts["hidden units of an expert"] = m.expert_hidden
     for what, count in counts.items():
         if count % tp:
             return f"parallel.tp={tp} does not divide the {count} {what}: choose a divisor of {count}"

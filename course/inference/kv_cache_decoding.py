@@ -104,7 +104,8 @@ def as_batch(model: GPT, tokens: Tensor, known: int) -> dict[str, Tensor]:      
     samples, length = tokens.shape
     position = torch.arange(known, length, device=tokens.device).expand(samples, length - known)
     batch = {"sample": torch.arange(samples, device=tokens.device), "tokens": tokens[:, known:], "position": position}
-    return batch | ({"seen": position} if model.c.position == "rotary" else {})
+    real = {"real": torch.ones_like(position, dtype=torch.bool)} if model.c.experts else {}
+    return batch | real | ({"seen": position} if model.c.position == "rotary" else {})
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, seed: int, position: int) -> Tensor:

@@ -3,10 +3,12 @@
 Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3: the decoder of Vaswani et al.
 2017 with the norms before attention and MLP, and one more after the last block. Positions are learned; the output projection
 reuses the token embedding (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
-2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, with fewer key and value heads, kv_heads.
+2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, with fewer key and value heads, kv_heads. With experts the
+MLP of some blocks is a mixture of experts (`course/models/experts.py`).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.models.experts import MoE
 from course.models.interface import Batch, Loss, Model, Rule
 from course.models.layers import (
     MLP,
@@ -64,6 +67,16 @@ class GPTConfig:
     # tokens whose logits are in memory at a time for the loss; 0: all. With GPT-2's vocabulary, 4096 take 0.8 GB in float32,
     # and are enough rows of a matmul for tensor cores
     loss_chunk: int = 4096
+    experts: int = 0                                # MLPs; a token goes through top_k (course/models/experts.py); 0: one for all
+    top_k: int = 2                                  # experts of each token
+    expert_width: int = 0                           # width of an expert; 0: that of the MLP
+    shared_experts: int = 0                         # further experts that take every token, as one MLP
+    moe_every: int = 1                              # one of so many blocks has experts; with 2, blocks 1, 3 and so on
+    routing: Literal["softmax", "sigmoid"] = "softmax"      # scores of a token's experts: they sum to 1, or each is by itself
+    balance_loss: float = 0.01                      # weight of the load-balancing loss, which is 1 for balanced experts
+    z_loss: float = 0.0                             # weight of the mean square of logsumexp(router's logits); usual: 0.001
+    balance_rate: float = 0.0                       # change of the router's biases in a step; no loss needed; 0: none
+    capacity_factor: float = 0.0                    # an expert's most tokens of a sample, over its fair share; 0: it drops none
 
     @property
     def tokens(self) -> int:
@@ -74,6 +87,15 @@ class GPTConfig:
     def hidden(self) -> int:
         """The MLP's width."""
         return self.mlp_width or int(self.dim * self.mlp_ratio)
+
+    @property
+    def expert_hidden(self) -> int:
+        """The width of an expert."""
+        return self.expert_width or self.hidden
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the block of this number, from 0, has experts."""
+        return self.experts > 0 and (block + 1) % self.moe_every == 0
 
     @property
     def groups(self) -> int:
@@ -128,6 +150,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = x + self.drop1(self.attn(self.norm1(x), batch), batch)      # (B, T, D)
         return x + self.drop2(self.mlp(self.norm2(x)), batch)           # (B, T, D)
+
+
+class MoEBlock(Block):
+    """A block with a mixture of experts for an MLP; also returns its auxiliary loss of each sample."""
+
+    def __init__(self, c: GPTConfig, name: str):
+        super().__init__(c, name)
+        self.mlp = MoE(c)                           # type: ignore[assignment]  # in the place of the dense one
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:    # type: ignore[override]  # (B, T, D)
+        x = x + self.drop1(self.attn(self.norm1(x), batch), batch)      # (B, T, D)
+        y, penalty = self.mlp(self.norm2(x), batch)                     # (B, T, D), (B,)
+        return x + self.drop2(y, batch), penalty                        # (B, T, D), (B,)
 
 
 class CrossEntropy(nn.Module):
@@ -284,7 +319,8 @@ def token_weights(batch: Batch) -> Tensor:
 class NextToken(Loss):
     """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample of -1, padding.
 
-    Takes logits, or the sum that the head has computed from them.
+    Takes logits, or the sum that the head has computed from them; with experts, in training, also their auxiliary loss of each
+    sample, which counts once for each of its tokens.
     """
 
     def __init__(self) -> None:
@@ -292,8 +328,12 @@ class NextToken(Loss):
         self.cross_entropy = CrossEntropy()
         self.sum_over_tokens = SumOverTokens()
 
-    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, V) or ()
+    def forward(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:              # (B, T, V) or ()
         weights = token_weights(batch)                                                  # (B, T)
+        if isinstance(output, tuple):
+            output, penalty = output                                                    # ..., (B,)
+            total, weight = self(output, batch)
+            return total + (penalty * self.sum_over_tokens(weights.sum(1))).sum(), weight
         if output.dim():
             output = (self.cross_entropy(output, batch["target"].clamp(min=0)) * weights).sum()         # ()
         total, weight = self.sum_over_tokens(torch.stack([output, weights.sum()]))
@@ -306,19 +346,29 @@ class NextToken(Loss):
 
 VOCABULARY_PLAN = {**TENSOR_PLAN, "embed.token": "vocabulary", "head.proj": "vocabulary_head"}
 # tensors with tokens as dim 1: every tensor-parallel rank looks up and predicts all tokens, in its part of the vocabulary
-TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context"}
+TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context",
+              "real": "sequence"}
+
+
+def experts_plan(c: GPTConfig) -> dict[str, str]:
+    """The tensor plan of a model with experts, which itself cuts the experts' weights: it names the linears that are left."""
+    dense = not all(c.has_experts(block) for block in range(c.depth))
+    shared = {"shared.up": "column", "shared.down": "row"} if c.shared_experts else {}
+    return {name: style for name, style in VOCABULARY_PLAN.items() if dense or not name.startswith("mlp.")} | shared
 
 
 class GPT(Model):
     """Logits of the next token, (B, T, V), from the tokens up to each position; in training see `Head`."""
 
-    tensor_plan = VOCABULARY_PLAN
+    tensor_plan: Mapping[str, str] = VOCABULARY_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, c: GPTConfig, seed: int = 0):
         super().__init__(c, seed)
         self.embed = Embed(c)
-        self.blocks = nn.ModuleDict({str(i): Block(c, f"blocks.{i}") for i in range(c.depth)})
+        self.blocks = nn.ModuleDict({str(i): (MoEBlock if c.has_experts(i) else Block)(c, f"blocks.{i}") for i in range(c.depth)})
+        if c.experts:
+            self.tensor_plan = experts_plan(c)
         self.head = Head(c)
         if c.tied:
             self.head.proj.weight = self.embed.token.weight
@@ -333,7 +383,7 @@ class GPT(Model):
         """
         residual = 0.02 / math.sqrt(2 * self.c.depth)
         return {"*norm*.weight": "ones", "*.bias": "zeros", "*.attn.out.weight": residual, "*.mlp.down.weight": residual,
-                "*": 0.02}
+                "*.experts.down": residual, "*.shared.down.weight": residual, "*": 0.02}
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
         """Prepare a loader's batch, `tokens` (B, T + 1): `tokens`, `target` and `position`, (B, T) each, and `sample`, (B,).
@@ -352,21 +402,34 @@ class GPT(Model):
         ready = {"sample": sample, "tokens": tokens, "target": target, "position": position}
         if self.c.position == "rotary":
             ready["seen"] = position
+        if self.c.experts:                          # tokens that no layout and no loader has added
+            ready["real"] = (sample >= 0)[:, None].expand(len(sample), T)
         if self.training and self.c.dropout:
             ready["keys"] = random.sample_keys(self.seed, step, sample)
         return ready
 
     def forward(self, batch: Batch, x: Any = None) -> Any:
-        """The output for a prepared batch. A pipeline stage, which lacks some parts, gets the previous one's output as `x`."""
+        """The output for a prepared batch. A pipeline stage, which lacks some parts, gets the previous one's output as `x`.
+
+        With experts, the auxiliary loss of each sample goes along, (B,), to the output in training.
+        """
+        x, penalty = x if isinstance(x, tuple) else (x, None)           # (B, T, D), (B,)
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
+            penalty = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32)) if self.c.experts else None
         if "seen" in batch:                                             # the same angles for all blocks: computed once
             dtype = torch.promote_types(x.dtype, torch.float32)
             cos_sin = rope_cos_sin(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
             batch = {**batch, "rope": cos_sin}                          # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
-        return x if self.head is None else self.head(x, batch)          # (B, T, V)
+            if isinstance(x, tuple):
+                x, more = x                                             # (B, T, D), (B,)
+                penalty = penalty + more
+        if self.head is None:
+            return x if penalty is None else (x, penalty)
+        output = self.head(x, batch)                                    # (B, T, V)
+        return (output, penalty) if self.training and penalty is not None else output
 
     def compiled_parts(self) -> list[Any]:
         """The parts of any model, and the chunk: the head leaves the compiler between chunks."""

@@ -38,7 +38,7 @@ class Model(nn.Module):
     float32_sums: the names of parameters whose gradients the model itself sums in float32.
     """
 
-    tensor_plan: ClassVar[Mapping[str, str]] = {}
+    tensor_plan: Mapping[str, str] = {}             # of the class, or of one model
     token_plan: ClassVar[Mapping[str, str]] = {}
     float32_sums: tuple[str, ...] = ()
     embed: nn.Module | None

@@ -272,9 +272,16 @@ class PatchShape:
 
 
 class SumOverTokens(nn.Module):
-    """A loss passes its sums over tokens through here. In a serial model they are complete; surgery adds other ranks' tokens."""
+    """A loss passes its sums over tokens through here. In a serial model they are complete; surgery adds other ranks' tokens.
+
+    of: the tensor of the batch whose tokens are summed; the model's `token_plan` says how it is cut.
+    """
 
     seam = "sum_over_tokens"
+
+    def __init__(self, of: str = "target"):
+        super().__init__()
+        self.of = of
 
     def forward(self, x: Tensor) -> Tensor:                             # any shape
         return x

@@ -24,6 +24,11 @@ def linears(m: ModelConfig) -> list[Linear]:
     gated = 2 if isinstance(m, GPTConfig) and m.mlp == "swiglu" else 1
     maps = [Linear("blocks.attn.qkv", D, D + 2 * m.groups * (D // m.heads), "column"), Linear("blocks.attn.out", D, D, "row"),
             Linear("blocks.mlp.up", D, gated * M, "column"), Linear("blocks.mlp.down", M, D, "row")]
+    if isinstance(m, GPTConfig) and m.experts:      # stacked weights are no linears
+        S = m.shared_experts * m.expert_hidden
+        maps = maps[:2 if m.moe_every == 1 else 4]
+        if S:
+            maps += [Linear("blocks.mlp.shared.up", D, gated * S, "column"), Linear("blocks.mlp.shared.down", S, D, "row")]
     if isinstance(m, DiTConfig):
         maps.append(Linear("blocks.ada", D, 6 * D, "column", rows=1 / m.tokens))
     return maps

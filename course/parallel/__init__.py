@@ -7,6 +7,7 @@ from torch import nn
 from course.models import Model
 from course.parallel.context_parallel.attention import apply_context_parallel, check_attention, needs_zigzag
 from course.parallel.data_parallel import build_gradient_sync
+from course.parallel.expert_parallel.experts import apply_expert_parallel
 from course.parallel.initialize import initialize, initialize_serial
 from course.parallel.layout import Layout, serial_layout
 from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, joined, leave
@@ -57,6 +58,7 @@ def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
         zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
         tokens = split = split_tokens(model, mesh.cp, sp, zigzag, settings.overlap)
     apply_tensor_parallel(model, placements, mesh.tp, split if sp.size > 1 else None)
+    apply_expert_parallel(model, placements, mesh, settings, split if sp.size > 1 else None)
     if sp.size > 1:
         mark_partial(placements, sp)
     if split is not None:

@@ -5,6 +5,8 @@
     gather       all-gather     | reduce-scatter      concatenate the pieces of a dim
     scatter      reduce-scatter | all-gather          sum the parts and keep this rank's piece
     all_to_all   all-to-all     | all-to-all          change which dim is split
+    dispatch     all-to-all     | all-to-all back     send rows to ranks, in numbers known only during the step: its transpose
+    combine      all-to-all back| all-to-all          is combine, which returns them
     shard        slice          | zeros around it     keep this rank's piece of a tensor that every rank has whole
     collect      all-gather     | slice               concatenate pieces that every rank then uses in the same way
 
@@ -88,6 +90,13 @@ def exchange(x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
     got = sent.new_empty(sum(sizes))
     dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=axis.group)
     return torch.cat([part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)], join)
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:       # (sum(sent), ...)
+    """Send the first sent[0] rows to the first rank, the next sent[1] to the second; return the received rows by sender."""
+    got = x.new_empty(sum(received), *x.shape[1:])                      # (sum(received), ...)
+    dist.all_to_all_single(got, x.contiguous(), received, sent, group=axis.group)
+    return got
 
 
 def _padded(rows: Tensor, n: int) -> Tensor:
@@ -175,6 +184,19 @@ class AllToAll(Function):
         return exchange(grad, ctx.join, ctx.split, ctx.axis, ctx.n), None, None, None, None
 
 
+class ExchangeRows(Function):
+    """all-to-all of rows | the inverse all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return exchange_rows(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grad, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """identity | all-reduce. Any shape."""
     return x if axis.size == 1 else Copy.apply(x, axis)
@@ -203,6 +225,16 @@ def scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
 def all_to_all(x: Tensor, split: int, join: int, axis: Axis, n: int | None = None) -> Tensor:
     """all-to-all | all-to-all: split along `join` in, split along `split` out. `n`: rows of `join`, if the pieces differ."""
     return x if axis.size == 1 else AllToAll.apply(x, split, join, axis, n or x.shape[join] * axis.size)
+
+
+def dispatch(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """all-to-all | all-to-all back: `sent` rows to each rank, `received` from each, (sum(sent), ...) -> (sum(received), ...)."""
+    return x if axis.size == 1 else ExchangeRows.apply(x, sent, received, axis)
+
+
+def combine(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """The way back of `dispatch` with the same numbers: (sum(received), ...) -> (sum(sent), ...)."""
+    return x if axis.size == 1 else ExchangeRows.apply(x, received, sent, axis)
 
 
 def shard(x: Tensor, dim: int, axis: Axis) -> Tensor:

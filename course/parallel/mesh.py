@@ -347,9 +347,15 @@ def split_replicas(grid: Tensor, dp_cp: Axis, size: int, world: World) -> tuple[
     if size in (0, dp_cp.size):
         return dp_cp, Axis("replicate")
     check_shard(size, dp_cp.size)
-    lines = grid.permute(0, 3, 1, 2).reshape(-1, dp_cp.size // size, size)              # (pp x tp, copies, ranks of a copy)
-    return (_new_axis("shard", lines.reshape(-1, size), world),
-            _new_axis("replicate", lines.transpose(1, 2).reshape(-1, dp_cp.size // size), world))
+    return split_joint(grid, size, ("shard", "replicate"), world)
+
+
+def split_joint(grid: Tensor, size: int, names: tuple[str, str], world: World) -> tuple[Axis, Axis]:
+    """Split dp x cp into groups of `size` neighbors, which divides it, and into the groups of ranks at the same place of theirs:
+    two axes of these names. All ranks call it together."""
+    lines = grid.permute(0, 3, 1, 2).flatten(2).unflatten(2, (-1, size)).flatten(0, 1)  # (pp x tp, groups, ranks of a group)
+    return (_new_axis(names[0], lines.reshape(-1, size), world),
+            _new_axis(names[1], lines.transpose(1, 2).reshape(-1, lines.shape[1]), world))
 
 
 def _new_axis(name: str, lines: Tensor, world: World) -> Axis:

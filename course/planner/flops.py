@@ -97,12 +97,25 @@ def forward_blocks(c: ModelConfig) -> int:
     """FLOPs of all blocks, forward, for one sample.
 
     GPT: a gated MLP has three linears of D·M, not two; keys and values take D·D·kv_heads / heads each. DiT: 2·D·6·D for the
-    modulation, once per sample.
+    modulation, once per sample. Experts: a block with them has the router, top_k experts and the shared ones for an MLP.
     """
     gates = 2 * c.tokens * c.dim * c.hidden if isinstance(c, GPTConfig) and c.mlp == "swiglu" else 0
     shared = 2 * c.tokens * 2 * c.dim * (c.dim - c.groups * (c.dim // c.heads))     # heads that keys and values lack
     conditions = 2 * c.dim * 6 * c.dim if isinstance(c, DiTConfig) else 0
-    return blocks(c.tokens, c.dim, c.hidden, c.depth) + c.depth * (gates - shared + conditions)
+    return blocks(c.tokens, c.dim, c.hidden, c.depth) + c.depth * (gates - shared + conditions) + more_by_experts(c)
+
+
+def more_by_experts(c: ModelConfig) -> int:
+    """FLOPs by which the blocks with experts exceed dense ones, forward, for one sample."""
+    if not isinstance(c, GPTConfig) or not c.experts:
+        return 0
+    width = (c.top_k + c.shared_experts) * c.expert_hidden - c.hidden   # of all MLPs that take a token, minus the dense one's
+    return c.depth // c.moe_every * 2 * c.tokens * c.dim * (mlp_matrices(c) * width + c.experts)
+
+
+def mlp_matrices(c: GPTConfig) -> int:
+    """The number of matrices of an MLP: three if it is gated."""
+    return 3 if c.mlp == "swiglu" else 2
 
 
 def executed(c: Config, samples: int) -> int:
@@ -133,7 +146,8 @@ def spared(c: Config) -> int:
     if isinstance(m, DiTConfig) or (c.precision == "fp8" and c.fp8.by == "native"):
         return 0
     if isinstance(m, GPTConfig):
-        return 0 if m.dropout else m.depth * 2 * m.context * m.dim * m.hidden
+        dense = m.depth - m.depth // m.moe_every if m.experts else m.depth          # experts' outputs are multiplied by gates
+        return 0 if m.dropout else dense * 2 * m.context * m.dim * m.hidden
     without = 0 if m.dropout else m.depth if not m.drop_path else 1     # stochastic depth starts at the second block
     return without * 2 * m.tokens * m.dim * m.hidden
 

@@ -35,9 +35,11 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from course.config import Config
+from course.models import GPTConfig
 from course.parallel.pipeline_parallel.schedules import alive, passes_of
 from course.planner import activation_memory, parameter_memory, sharded_memory
 from course.planner.parameter_memory import Rank
+from course.utils.errors import CourseError
 
 MIB = 2**20
 # cuBLAS workspace, in PyTorch's allocator: the default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
@@ -88,6 +90,18 @@ def predict(config: Config) -> Memory:
     return max((of_rank(rank) for rank in ranks(config, sorted({0, pp - 1}))), key=lambda memory: memory.total)
 
 
+def has_experts(config: Config) -> bool:
+    """Whether the model has experts, whose memory and time the planner does not predict."""
+    return isinstance(config.model, GPTConfig) and config.model.experts > 0
+
+
+def check_predictable(config: Config) -> None:
+    """Raise `CourseError` for a model that the planner does not predict."""
+    if has_experts(config):
+        raise CourseError("the planner does not predict models with experts: plan the dense model with model.experts=0, or "
+                          "measure a few steps with `course train`")
+
+
 def fits(config: Config, room: float) -> bool:
     """Whether `predict` is at most `room` bytes. Stops at the first moment that is not."""
     return all(memory.total <= room for stage in sorted({0, config.parallel.pp - 1}) for rank in ranks(config, [stage])
@@ -95,7 +109,11 @@ def fits(config: Config, room: float) -> bool:
 
 
 def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
-    """Yield the first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages; (): of all."""
+    """Yield the first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages; (): of all.
+
+    Raises `CourseError` for a model with experts.
+    """
+    check_predictable(config)
     p, t, m = config.parallel, config.train, config.model
     samples = -(-t.global_batch // max(p.dp, 1))
     micro = min(t.micro_batch or samples, samples)

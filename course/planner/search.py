@@ -30,7 +30,7 @@ from course.config.validation import refusal
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware, unsupported
 from course.planner.infeasible import TooLarge, no_layout, nothing_fits, too_large
-from course.planner.memory import Memory
+from course.planner.memory import Memory, check_predictable
 from course.planner.rank_workload import workload_of
 from course.planner.search_space import (
     FREE,
@@ -115,6 +115,7 @@ def find_layouts(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[
     top: when slow layouts are skipped, keep at least this many that fit; 0: the `REFINED` fastest.
     Raises `CourseError` for a wrong argument or unsupported format, or if no layout divides model and batch, or none fits.
     """
+    check_predictable(config)
     if gpus < 1:
         raise CourseError(f"--gpus {gpus}: a model needs one GPU at least")
     if not 0 <= free < 1:

@@ -19,6 +19,7 @@ from course.models.linears import linears
 from course.planner import collectives, flops
 from course.planner.block_time import BESIDE, block_time, ends_time
 from course.planner.hardware import Hardware
+from course.planner.memory import check_predictable
 from course.planner.muon_time import muon_time, on_rank, sharers
 from course.planner.parameter_memory import block_weights, small_weights
 from course.planner.rank_workload import RankWorkload, workload_of
@@ -79,8 +80,10 @@ def predict(config: Config, hardware: Hardware, gpus: int = 0, known: Known | No
     """Predict the time of one training step on some hardware. gpus: how many there are, needed for parallel.dp=0.
 
     known: a cache of block times (`blocks_of`), to share between predictions of one model on one hardware.
-    Raises `CourseError` if the layout does not divide batch and GPUs, or the hardware does not support the format.
+    Raises `CourseError` if the layout does not divide batch and GPUs, if the hardware does not support the format, and for a
+    model with experts.
     """
+    check_predictable(config)
     return time_of(workload_of(config, hardware, gpus), known)
 
 

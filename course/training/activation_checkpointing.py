@@ -18,8 +18,9 @@ from course.models import Model
 
 Forward = Callable[..., Any]
 # prefixes of operator names: matmuls, convolutions, fused attention, and operators that overlap these with communication
-EXPENSIVE_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::convolution", "aten::_scaled_dot_product",
-        "course::product", "course::attention", "course::gather_linear", "course::linear_scatter", "course::ring")
+EXPENSIVE_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm", "aten::convolution",
+        "aten::_scaled_dot_product", "course::product", "course::attention", "course::gather_linear",
+        "course::linear_scatter", "course::ring")
 
 
 def save_expensive_ops(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

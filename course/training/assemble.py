@@ -13,6 +13,7 @@ from course.ops.number_formats import cast_residual_stream, parameter_dtype, set
 from course.ops.packed_attention import supports_precision
 from course.parallel import Layout, Mesh, build_gradient_sync, initialize, parallelize
 from course.parallel.data_parallel.gradients import GradientSync
+from course.parallel.expert_parallel.experts import LoadBalance
 from course.parallel.initialize import initial_values
 from course.training import fuse_blocks
 from course.training.activation_checkpointing import checkpoint_activations
@@ -74,6 +75,7 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     draw = partial(initial_values, model, seed=seed, device=device, noise=noise) if sharded else None
     gradients = build_gradient_sync(model, layout, config.parallel, working_dtype(config.precision), config.masters, draw)
     optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config, gradients.copies, layout)
+    LoadBalance(model, layout, optimizer)
     compute = build_compute(gradients.trained(model), progress, config, layout)
     step = train_step(compute, model, gradients, optimizer, progress, config, layout, scaling)
     if config.graphs:

@@ -168,3 +168,24 @@ def compiled() -> list[bool]:
 @pytest.mark.slow
 def test_they_compile_without_a_graph_break():
     assert ranks(2)(compiled) == [[True, True]] * 2
+
+
+def sent_and_returned() -> list:
+    """Rank r sends s + 1 rows to each rank s and gets them back; what arrives, what returns, and the gradient of each."""
+    axis = world()
+    sent, received = [rank + 1 for rank in range(axis.size)], [axis.rank + 1] * axis.size
+    rows = (torch.arange(float(sum(sent))) + 100 * axis.rank)[:, None].requires_grad_()
+    there = mappings.dispatch(rows, sent, received, axis)
+    back = mappings.combine(there * (axis.rank + 1), sent, received, axis)
+    grad, = torch.autograd.grad((back * back.detach()).sum(), rows)
+    return [there.flatten().tolist(), back.flatten().tolist(), grad.flatten().tolist()]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_travel_to_ranks_and_return(size):
+    starts = [sum(range(1, rank + 1)) for rank in range(size)]
+    for rank, (there, back, grad) in enumerate(ranks(size)(sent_and_returned)):
+        assert there == [100. * source + starts[rank] + i for source in range(size) for i in range(rank + 1)]
+        owner = [other for other in range(size) for _ in range(other + 1)]
+        assert back == [(100. * rank + i) * (owner[i] + 1) for i in range(len(owner))]
+        assert grad == [(owner[i] + 1) * value for i, value in enumerate(back)]

@@ -20,6 +20,8 @@ LLAMA = ["model.kv_heads=2", "model.norm=rms", "model.mlp=swiglu", "model.mlp_wi
 MODELS = {"vit": ("vit-demo", SMALL),
           "gpt": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:]]),
           "llama": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], *LLAMA]),
+          "moe": ("gpt-moe-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], "model.experts=4",
+                                   "model.expert_width=12", "model.moe_every=2", "model.balance_loss=0.1", "model.z_loss=0.01"]),
           "dit": ("dit-demo", ["model.latent=[3,6,6]", "model.classes=4", *SMALL[3:6], *SMALL[7:]])}
 Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
 
@@ -29,7 +31,7 @@ def draw(kind: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    if kind in ("gpt", "llama"):
+    if kind in ("gpt", "llama", "moe"):
         return {"tokens": torch.randint(24, (8, 12), generator=generator)}
     if kind == "dit":
         return {"latent": normal(8, 3, 6, 6), "label": torch.randint(4, (8,), generator=generator)}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from course.models import Model
+from course.models.experts import Experts
 from course.models.layers import Linear
 from course.parallel import mappings
 from course.parallel.data_parallel.gradients import Bucket, Bucketed, by_axis, divide_by_size, mean_op
@@ -168,12 +169,12 @@ class ZeRO1(Bucketed):
 
 
 def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parameter]:
-    """The parameters that autocast casts in every use: weights of linears that nothing else uses.
+    """The parameters that autocast casts in every use: weights of linears and experts that nothing else uses.
 
     Excluded are weights whose gradient is completed in float32: other ranks have a part of it, or the model sums it itself
     (`float32_sums`). Frozen ones are excluded too: they are in no rank's share, so their float32 values would be lost.
     """
-    held = [(p, name == "weight" and isinstance(module, Linear)) for module in model.modules()
+    held = [(p, (name == "weight" and isinstance(module, Linear)) or isinstance(module, Experts)) for module in model.modules()
             for name, p in module.named_parameters(recurse=False)]
     others = {p for p, multiplied in held if not multiplied} | self_summing_parameters(model)
     linear = {p for p, multiplied in held if multiplied}

@@ -33,7 +33,7 @@ class WholeTokens:
         """A prepared batch, cut to this rank's tokens."""
         return batch
 
-    def whole(self, output: Tensor) -> Tensor:
+    def whole(self, output: Tensor, of: str = "target") -> Tensor:
         """The output for all tokens, (B, T, ...), from the output for this rank's tokens."""
         return output
 
@@ -65,9 +65,10 @@ class SplitTokens(WholeTokens):
             if name in self.plan and x.shape[1] != self.seq_len:
                 raise CourseError(f"token_plan cuts {name} of {x.shape[1]} tokens as position of {self.seq_len}: layouts know "
                                   "one length of sequences; leave it out of token_plan, and every rank has it whole")
-        return {name: self._piece(name, x) if name in self.plan else x for name, x in batch.items()}
+        return {name: self.piece(name, x) if name in self.plan else x for name, x in batch.items()}
 
-    def _piece(self, name: str, x: Tensor) -> Tensor:
+    def piece(self, name: str, x: Tensor) -> Tensor:
+        """This rank's tokens of x, (B, T, ...), cut like the named tensor of the batch."""
         x = self._padded(x, PADDING.get(name, 0))
         if self.zigzag:
             x = x.index_select(1, self.order(x.device)[self.cp.rank])
@@ -93,10 +94,10 @@ class SplitTokens(WholeTokens):
         """How many tokens each context-parallel rank has."""
         return [len(piece) for piece in self.order(torch.device("cpu"))]
 
-    def whole(self, output: Tensor) -> Tensor:
-        """Gather the output for all tokens from all ranks, in order; without a gradient."""
+    def whole(self, output: Tensor, of: str = "target") -> Tensor:
+        """Gather the output for all tokens from all ranks, in order; without a gradient. of: what of the batch is cut like it."""
         with torch.no_grad():
-            if self.plan["target"] == "sequence":
+            if self.plan[of] == "sequence":
                 output = mappings.gather(output, 1, self.tp, self.local_len)
             order = torch.cat(self.order(output.device))
             return mappings.gather(output, 1, self.cp, len(order))[:, order.argsort()[:self.seq_len]]
@@ -148,14 +149,26 @@ class SumOverSplitTokens(nn.Module):
         return x.clone()                            # torch.compile leaves out the backward of a copy that a graph ends with
 
 
+class SplitEarlierChoices(nn.Module):
+    """`course.models.experts.EarlierChoices` where ranks hold parts of a sample's tokens: it counts those of all."""
+
+    def __init__(self, serial: nn.Module, tokens: SplitTokens):
+        super().__init__()
+        self.serial, self.tokens = serial, tokens
+
+    def forward(self, chosen: Tensor) -> Tensor:                        # (B, T / (cp * tp), k)
+        return self.tokens.piece("real", self.serial(self.tokens.whole(chosen, "real")))
+
+
 def split_tokens(model: Model, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
     """Return the cut of the model's `token_plan` over cp and tp, and put `SumOverSplitTokens` at the model's seams. An axis of
     one rank cuts nothing."""
     plan: Mapping[str, str] = model.token_plan
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
     tokens.causal_only = all(module.causal for module in modules_at_seam(model, "attend").values())
-    total = SumOverSplitTokens(cp, tp if plan["target"] == "sequence" else Axis("tp"))
-    replace_at_seam(model, "sum_over_tokens", lambda old: total)
+    replace_at_seam(model, "sum_over_tokens", lambda old: SumOverSplitTokens(
+        cp, tp if plan[old.of] == "sequence" else Axis("tp")))
+    replace_at_seam(model, "earlier_choices", lambda old: SplitEarlierChoices(old, tokens))
     return tokens
 
 

@@ -1,0 +1,1 @@
+"""Expert parallelism: experts are spread over ranks of dp x cp, and tokens travel to them and back."""
