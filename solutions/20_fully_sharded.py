@@ -179,6 +179,7 @@ print(weight.shape, has_memory(weight), weight.data.tolist())
 #
 # - `part` returns this rank's part of a flat tensor: rank r has the r-th of `axis.size` equal pieces.
 # - `gather` makes the weights readable. `share` changes with every optimizer step, so each gather brings the ranks' new shares.
+#   Gather straight into `whole`: shares that arrive in tensors of their own put the weights in memory twice.
 # - `free` frees their memory.
 #
 # You need `all_gather_single(whole, share, group=self.axis.group)`, and two of the functions above. The share is a parameter:
@@ -189,7 +190,7 @@ from course.lab.exercises.lesson20_fully_sharded import ShardedUnit
 
 # %% [markdown]
 # The check trains a chain of three units for three steps, each unit whole only while it computes. It compares the outputs and
-# the weights with serial training, looks at what a unit keeps between its uses, and counts the bytes.
+# the weights with serial training, looks at what a unit keeps between its uses and what `gather` makes, and counts the bytes.
 
 # %%
 check("sharded-unit")
