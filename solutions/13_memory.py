@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores |
-# | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (10), a block that is recomputed (9) |
+# | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (10), a recomputed block (9); optional: a sharded Adam (25) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #
 # You should have done [lesson 01](01_baseline.ipynb) (the training step), [lesson 07](07_data_parallel.ipynb) (data
@@ -571,7 +571,39 @@ check("recompute")
 # saves and restores the state of the random generator. In this library dropout is a function of the sample and the position
 # (lesson 01), so it always drops the same values.
 # </details>
+
+# %% [markdown]
+# ## Open task: an Adam that shards
 #
+# *Optional, about 40 minutes. Nothing later needs it.* Your ZeRO-1 had one flat tensor, whose length the ranks divide, and an
+# optimizer from outside. Write Adam for real parameters: tensors of several shapes, whose sizes no number of ranks divides.
+# Ours has about 25 lines.
+#
+# **Contract**
+#
+# - `ShardedAdam(parameters, lr, axis)` gets the same float64 parameters on every rank. `step()` reads their `.grad`, which differ
+#   from rank to rank, and leaves the same new parameters on all ranks.
+# - It is Adam with betas (0.9, 0.999), eps 1e-8 and bias correction, on the mean gradients over `axis`.
+# - A parameter may have no gradient in a step (`None`). That counts as zero, on this rank.
+# - The axis need not have all ranks of the world: collectives take `group=axis.group`.
+#
+# **Levels.** Each one counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the parameters after each of three steps |
+# | byte budget | a step sends one reduce-scatter of the gradients and one all-gather of the parameters |
+# | memory budget | between steps a rank keeps the parameters and its share of the two moments, and no more |
+#
+# Start with correct. `lab.hint("sharded-adam")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="sharded-adam"
+from course.lab.exercises.lesson13_open_task import ShardedAdam  # noqa: F401
+
+# %%
+check("sharded-adam")
+
+# %% [markdown]
 # ## Summary
 #
 # - With Adam each parameter needs 16 bytes, in float32 and in the usual 16-bit recipe. Half of that is states in float32.
