@@ -54,7 +54,7 @@ def run_schedule(passes: list[Pass], chunks: int, forward: Callable[[int, int, A
             x = None if given is None else given.requires_grad_()
             out = forward(work.chunk, work.micro, x)
             kept[work.chunk, work.micro] = x, out
-            result = out.detach()
+            result: Any = out.detach()
             losses += [result] if result.dim() == 0 else []
         else:
             x, out = kept.pop((work.chunk, work.micro))
