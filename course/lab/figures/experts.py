@@ -1,0 +1,52 @@
+"""Figures of mixtures of experts: the experts' loads over training, and which expert takes which token."""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course.lab.figures.style import label
+from course.utils.colors import AMBER, LIGHT, RANKS
+
+EXPERTS = (*RANKS, AMBER, LIGHT)                      # eight differ
+
+
+def expert_colors(count: int) -> list[str]:
+    """A color for each expert."""
+    return list(islice(cycle(EXPERTS), count))
+
+
+def loads(runs: dict[str, Sequence[Sequence[float]]], title: str = "") -> Figure:
+    """For each run a panel: the share of the choices that each expert gets, stacked, over the steps."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes: Any = figure.subplots(1, len(runs), squeeze=False, sharey=True)
+    for axis, (name, steps) in zip(axes[0], runs.items(), strict=True):
+        axis.stackplot(range(len(steps)), *zip(*steps, strict=True), colors=expert_colors(len(steps[0])), edgecolor="white",
+                       linewidth=0.3)
+        axis.set(ylim=(0, 1), xlim=(0, len(steps) - 1))
+        label(axis, x="step", title=name)
+    axes[0, 0].set_ylabel("share of the choices")
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def tokens(lines: Sequence[Sequence[tuple[str, int]]], experts: int, title: str = "") -> Figure:
+    """Lines of text, token by token, each on the color of its first expert. lines: (text, expert) pairs."""
+    figure = Figure(figsize=(9, 0.34 * len(lines) + 1.0), layout="constrained")
+    axis: Any = figure.subplots()
+    colors = expert_colors(experts)
+    for row, line in enumerate(lines):
+        column = 0
+        for text, expert in line:
+            shown = text.replace("\n", "⏎")
+            axis.text(column, row, shown.replace(" ", "·"), family="monospace", fontsize=8.5, va="center", color="white",
+                      bbox={"facecolor": colors[expert], "edgecolor": "white", "pad": 1.5})
+            column += len(shown) + 0.6
+    axis.set(xlim=(-1, 100), ylim=(len(lines) - 0.4, -0.6))
+    axis.axis("off")
+    for expert, color in enumerate(colors):
+        axis.plot([], [], "s", color=color, label=str(expert))
+    figure.legend(loc="outside lower center", ncols=experts, frameon=False, fontsize=8, title="expert", title_fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
