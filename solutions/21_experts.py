@@ -208,13 +208,14 @@ lab.picture(
                    "Which experts get the tokens"),
     "Three panels with eight stacked colors over 200 steps. Left: eight shares that "
     "drift apart slowly. Middle: two colors fill nearly the whole panel. Right: two "
-    "colors fill the panel at first, then the other six grow until all have about "
-    "the same share.")
+    "colors fill the panel at first; after some 30 steps six others share nearly all "
+    "of it.")
 for name, model in (("two favored", broken_model), ("with balance loss", mended_model)):
     print(f"{name:18} loss {evaluate(model, validation):.3f}")
 
 # %% [markdown]
-# **What you should see:** with the balance loss all experts work after some dozen steps. The weight of this loss is small,
+# **What you should see:** with the balance loss six more experts work after some 30 steps, and the two that were favored are
+# slowly coming back. The weight of this loss is small,
 # because it disturbs: it asks for equal shares even where the text would not.
 #
 # DeepSeek-V3 balances without a loss. A bias is added to the router's scores for the choice alone, and after every step the bias
@@ -237,7 +238,7 @@ with torch.no_grad():
     _, _, chosen = mended_model(torch.tensor([ids[:64]]))
 pairs = [(tokenizer.decode([token]), int(expert))
          for token, expert in zip(ids, chosen[:, 0], strict=False)]
-rows = [pairs[first:first + 14] for first in range(0, len(pairs), 14)]
+rows = [pairs[first:first + 22] for first in range(0, len(pairs), 22)]
 lab.picture(pictures.tokens(rows, 8, "The first expert of each token"),
             "Lines of Python code, cut into tokens, each on the color of its expert. "
             "Equal tokens mostly have the same color.")

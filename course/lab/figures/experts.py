@@ -7,9 +7,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from course.lab.figures.style import label
-from course.utils.colors import AMBER, LIGHT, RANKS
+from course.utils.colors import AMBER, LIGHT, PURPLE, RANKS, SKY
 
-EXPERTS = (*RANKS, AMBER, LIGHT)                      # eight differ
+EXPERTS = (*RANKS, AMBER, LIGHT)                     # eight differ
+BRIGHT = (PURPLE, SKY, AMBER, LIGHT)                 # colors on which text is black
 
 
 def expert_colors(count: int) -> list[str]:
@@ -35,15 +36,17 @@ def tokens(lines: Sequence[Sequence[tuple[str, int]]], experts: int, title: str 
     """Lines of text, token by token, each on the color of its first expert. lines: (text, expert) pairs."""
     figure = Figure(figsize=(9, 0.34 * len(lines) + 1.0), layout="constrained")
     axis: Any = figure.subplots()
-    colors = expert_colors(experts)
+    colors, widest = expert_colors(experts), 0.0
     for row, line in enumerate(lines):
-        column = 0
+        column = 0.0
         for text, expert in line:
             shown = text.replace("\n", "⏎")
-            axis.text(column, row, shown.replace(" ", "·"), family="monospace", fontsize=8.5, va="center", color="white",
+            axis.text(column, row, shown.replace(" ", "·"), family="monospace", fontsize=8.5, va="center",
+                      color="black" if colors[expert] in BRIGHT else "white",
                       bbox={"facecolor": colors[expert], "edgecolor": "white", "pad": 1.5})
-            column += len(shown) + 0.6
-    axis.set(xlim=(-1, 100), ylim=(len(lines) - 0.4, -0.6))
+            column += len(shown) + 0.8
+        widest = max(widest, column)
+    axis.set(xlim=(-1, widest + 1), ylim=(len(lines) - 0.4, -0.6))
     axis.axis("off")
     for expert, color in enumerate(colors):
         axis.plot([], [], "s", color=color, label=str(expert))
