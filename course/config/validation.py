@@ -115,11 +115,6 @@ def check_experts(config: "Config") -> None:
             raise CourseError(f"parallel.ep={p.ep} spreads experts, and this model has none: set model.experts of a GPT, or "
                               "parallel.ep=1")
         return
-    if m.top_k > m.experts:
-        raise CourseError(f"model.top_k={m.top_k} is more than model.experts={m.experts}: choose at most {m.experts}")
-    if m.moe_every > m.depth:
-        raise CourseError(f"model.moe_every={m.moe_every} is more than model.depth={m.depth}, so no block has experts: choose at "
-                          f"most {m.depth}")
     if m.experts % p.ep:
         raise CourseError(f"parallel.ep={p.ep} does not divide model.experts={m.experts}: choose a divisor of {m.experts}")
     if p.dp:                                        # else known when the ranks are
@@ -211,7 +206,7 @@ def check_fp8(config: "Config") -> None:
 
 
 def check_gpt(c: GPTConfig) -> None:
-    """Raise `CourseError` if a GPT's heads, vocabulary or rotary settings are inconsistent."""
+    """Raise `CourseError` if a GPT's heads, vocabulary, rotary settings or experts are inconsistent."""
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
@@ -224,6 +219,11 @@ def check_gpt(c: GPTConfig) -> None:
     if c.position == "rotary" and c.dim // c.heads % 2:
         raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
                           "change model.dim or model.heads")
+    if c.experts and c.top_k > c.experts:
+        raise CourseError(f"model.top_k={c.top_k} is more than model.experts={c.experts}: choose at most {c.experts}")
+    if c.experts and c.moe_every > c.depth:
+        raise CourseError(f"model.moe_every={c.moe_every} is more than model.depth={c.depth}, so no block has experts: choose at "
+                          f"most {c.depth}")
 
 
 def check_groups(c: GPTConfig, p: "Parallel") -> None:

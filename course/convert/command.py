@@ -432,7 +432,7 @@ def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
         return Plan(what, c, lambda ours: transformer_engine.rule(ours, rows), transformer_engine.about(c, rows), {})
     assert isinstance(c, GPTConfig)
     kind = huggingface.kind_of(c)
-    return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(kind, ours), weight_files.about(c), {})
+    return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(c, ours), weight_files.about(c), {})
 
 
 def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weight_files.Entry]], last: list[int]) -> dict[str,

@@ -1,4 +1,4 @@
-"""Convert GPT-2 and Llama, as `transformers` writes them, to ours and back.
+"""Convert GPT-2, Llama and Mixtral, as `transformers` writes them, to ours and back.
 
     model = read(folder)                            a serial GPT with the weights of a Hugging Face folder
 
@@ -9,6 +9,7 @@
     grouped     Llama has separate queries, keys and values, the query heads in groups; our fused projection has rows
                 (queries of a group + 2, kv_heads, head_dim)
     stacked     Llama has separate gates and values in the gated MLP; ours stacks the gates above the values
+    experts     Mixtral has a file entry for each matrix of each expert; ours stacks the experts
     padded      ours may have more rows than there are tokens (model.vocab=50304 for 50257, so that ranks can share them evenly)
 
 Rotary positions rotate the same pairs in both: element i of a head's first half with element i of the second.
@@ -68,6 +69,10 @@ PADDED = Layout(pad, lambda c, x: (x[:c.words],))
 POSITIONS = Layout(lambda c, parts: parts[0][None], lambda c, x: (x[0],))
 GROUPED = Layout(fuse, unfuse)
 STACKED = Layout(lambda c, parts: torch.cat(parts), lambda c, x: x.chunk(2))
+# all experts' gates, (H, D) each, then all their values <-> (E, 2, H, D)
+GATED_EXPERTS = Layout(lambda c, parts: torch.stack(parts).unflatten(0, (2, -1)).transpose(0, 1),
+                       lambda c, x: x.transpose(0, 1).flatten(0, 1).unbind())
+EXPERTS = Layout(lambda c, parts: torch.stack(parts), lambda c, x: x.unbind())          # (D, H) each <-> (E, D, H)
 
 
 HEAD = "lm_head.weight"
@@ -95,35 +100,47 @@ LLAMA: Table = {
     **both("head.norm", SAME, "model.norm"),
     "head.proj.weight": (PADDED, (HEAD,)),
 }
-TABLES = {"gpt2": GPT2, "llama": LLAMA}
+MOE = "model.layers.*.block_sparse_moe"
+MIXTRAL: Table = {                                   # {}: the number of each expert
+    **{ours: theirs for ours, theirs in LLAMA.items() if ".mlp." not in ours},
+    "blocks.*.mlp.router.weight": (SAME, (f"{MOE}.gate.weight",)),
+    "blocks.*.mlp.experts.up": (GATED_EXPERTS, (f"{MOE}.experts.{{}}.w1.weight", f"{MOE}.experts.{{}}.w3.weight")),
+    "blocks.*.mlp.experts.down": (EXPERTS, (f"{MOE}.experts.{{}}.w2.weight",)),
+}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
 # in older files only: tables that follow from the configuration, and a second copy of a tied head
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", HEAD)
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}       # we write the first of several names
 
 # our settings and config.json's names for them, by kind
+OF_LLAMA = {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": "hidden_size", "depth": "num_hidden_layers",
+            "heads": "num_attention_heads", "mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps"}
 NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_embd", "depth": "n_layer", "heads": "n_head",
                   "norm_eps": "layer_norm_epsilon"},
-         "llama": {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": "hidden_size",
-                   "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp_width": "intermediate_size",
-                   "norm_eps": "rms_norm_eps"}}
+         "llama": OF_LLAMA, "mixtral": OF_LLAMA | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}}
 STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
            "rope_context": "original_max_position_embeddings"}           # of rope_type=llama3
 # keys that must have this value, the only one that we support; an absent key counts as it
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    "llama": {"hidden_act": "silu"}}
+    "llama": {"hidden_act": "silu"}, "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0}}
 # the same for keys that we never write: they mark models, or formats of weights, that we lack
 FOREIGN = {"partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None, "auto_map": None}
-KIND = {"gpt2": {"norm": "layer", "position": "learned"}, "llama": {"norm": "rms", "mlp": "swiglu", "position": "rotary"}}
-TIED = {"gpt2": True, "llama": False}                # if config.json does not say
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+PARTS = {"norm": "rms", "mlp": "swiglu", "position": "rotary"}           # of a Llama
+KIND: dict[str, dict[str, Any]] = {
+    "gpt2": {"norm": "layer", "position": "learned", "experts": 0}, "llama": PARTS | {"experts": 0},
+    "mixtral": PARTS | {"bias": False, "shared_experts": 0, "moe_every": 1, "routing": "softmax", "balance_rate": 0.0,
+                        "capacity_factor": 0.0}}
+ROPE_THETA = {"llama": 10_000.0, "mixtral": 1_000_000.0}     # the same
+TIED = {"gpt2": True, "llama": False, "mixtral": False}      # if config.json does not say
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 def config_of(found: Mapping[str, Any]) -> GPTConfig:
     """Our configuration for the values of a config.json. Raises `CourseError` for a model that our GPT cannot be."""
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in TABLES:
-        raise CourseError(f"config.json says model_type={kind}, and this command reads {' and '.join(TABLES)}")
+        raise CourseError(f"config.json says model_type={kind}, and this command reads {', '.join(TABLES)}")
     for key, only in (FIXED[kind] | FOREIGN).items():
         if found.get(key, only) != only and not (key in FOREIGN and found[key] is None):
             raise refused(key, found[key], only)
@@ -132,6 +149,8 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
         raise CourseError(f"config.json lacks {', '.join(missing)}: give a model's folder as it was published")
     values = {ours: found[theirs] for ours, theirs in NAMES[kind].items()} | KIND[kind]
     values["tied"] = found.get("tie_word_embeddings", TIED[kind])
+    if kind == "mixtral" and values["top_k"] == 1:  # its gate is 1, and ours the probability
+        raise refused(NAMES[kind]["top_k"], 1, "2 or more")
     c = schema.build(GPTConfig, values | (of_gpt2(found) if kind == "gpt2" else of_llama(found)), "config.json, as ours")
     validation.check_model(c)
     return c
@@ -146,7 +165,7 @@ def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a Llama's config.json expresses differently from ours."""
+    """The settings that a Llama's or Mixtral's config.json expresses differently from ours."""
     rope = rope_of(found)
     heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
     kv_heads = heads if kv_heads is None else kv_heads
@@ -160,7 +179,7 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("mlp_bias", False) != bias:
         raise refused("mlp_bias", found.get("mlp_bias", False), f"attention_bias, {bias}")
     return {"kv_heads": 0 if kv_heads == heads else kv_heads, "bias": bias,
-            "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10_000.0)),
+            "rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_THETA[found["model_type"]])),
             **(of_llama3(rope) if rope.get("rope_type") == "llama3" else {})}
 
 
@@ -209,18 +228,19 @@ def refused(key: str, value: Any, only: Any) -> CourseError:
 def kind_of(c: GPTConfig) -> str:
     """The `transformers` model that has a GPT's parts. Raises `CourseError` if there is none."""
     for kind, parts in KIND.items():
-        plain = kind == "llama" or (c.mlp != "swiglu" and c.groups == c.heads and c.bias)
-        if plain and all(getattr(c, key) == value for key, value in parts.items()):
+        plain = {"gpt2": c.mlp != "swiglu" and c.groups == c.heads and c.bias, "mixtral": c.experts and c.top_k > 1}
+        if plain.get(kind, True) and all(getattr(c, key) == value for key, value in parts.items()):
             return kind
-    raise CourseError(f"a GPT with norm={c.norm}, mlp={c.mlp}, position={c.position}, bias={c.bias} and {c.groups} key-value "
-                      f"heads for {c.heads} is neither a GPT-2 (layer, gelu or gelu_tanh, learned, true, as many) nor a Llama "
-                      "(rms, swiglu, rotary): transformers has no name for it")
+    raise CourseError(f"a GPT with norm={c.norm}, mlp={c.mlp}, position={c.position}, bias={c.bias}, {c.groups} key-value heads "
+                      f"for {c.heads} and {c.experts} experts is neither a GPT-2 (layer, gelu or gelu_tanh, learned, true, as "
+                      "many, 0) nor a Llama (rms, swiglu, rotary, 0 experts) nor a Mixtral (as Llama, without bias, with softmax "
+                      "routing to 2 or more experts in every block, no shared ones): transformers has no name for it")
 
 
 def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[int] = ()) -> dict[str, Any]:
     """The values of a config.json. last: the tokens that end a text.
 
-    Raises `CourseError` for a GPT that is neither a GPT-2 nor a Llama.
+    Raises `CourseError` for a GPT that is none of these models.
     """
     kind = kind_of(c)
     values = {theirs: getattr(c, ours) for ours, theirs in NAMES[kind].items()} | FIXED[kind] | {"vocab_size": c.words}
@@ -230,9 +250,12 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
         values |= {"activation_function": activation, "n_inner": width, "attn_pdrop": 0.0, "embd_pdrop": c.dropout,
                    "resid_pdrop": c.dropout}
     else:
-        values |= {"intermediate_size": c.hidden, "num_key_value_heads": c.groups, "head_dim": c.dim // c.heads,
-                   "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and from version 5 on:
+        values |= {"intermediate_size": c.expert_hidden if c.experts else c.hidden, "num_key_value_heads": c.groups,
+                   "head_dim": c.dim // c.heads, "rope_theta": c.rope_theta,                      # and from version 5 on:
                    "rope_parameters": rope_for(c)}
+        # their balance loss is top_k, and ours 1, for balanced experts
+        values |= ({"router_aux_loss_coef": c.balance_loss / c.top_k} if c.experts else
+                   {"attention_bias": c.bias, "mlp_bias": c.bias})
         if c.stretch is not None:                   # version 4 reads this; without it, it would assume plain positions
             values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
@@ -240,11 +263,12 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
             **values}
 
 
-def rule(kind: str, ours: str, bare: bool = False) -> Rule:
+def rule(c: GPTConfig, ours: str, bare: bool = False) -> Rule:
     """The layout of one of our parameters there, and their names for it; bare: without "transformer." before them."""
-    entry = look_up(TABLES[kind], ours)
+    entry = look_up(TABLES[kind_of(c)], ours)
     assert entry is not None, ours
-    return entry[0], tuple(name.removeprefix("transformer.") if bare else name for name in entry[1])
+    names = [name.removeprefix("transformer.") if bare else name for name in entry[1]]
+    return entry[0], tuple(name.format(expert) for name in names for expert in range(c.experts if "{}" in name else 1))
 
 
 def completed(c: GPTConfig, header: Any, like: GPTConfig | None) -> GPTConfig:
@@ -265,11 +289,11 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
     c = completed(c, weight_files.model_in(folder, tensors.about()), like)
     # OpenAI's files of GPT-2 have names without "transformer."
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
-    embedding = rule(kind, "embed.token.weight", bare)[1][0]
+    embedding = rule(c, "embed.token.weight", bare)[1][0]
     if c.tied and {HEAD, embedding} <= set(tensors) and not same(tensors[HEAD], tensors[embedding]):
         raise CourseError(f"{folder} has one weight for embedding and head by its config.json, and two that differ, {embedding} "
                           f"and {HEAD}, in its files: set tie_word_embeddings to false there if both were trained")
-    return Source(folder, c, tensors, lambda ours: rule(kind, ours, bare), f"a {kind} of its config.json", "its config.json says",
+    return Source(folder, c, tensors, lambda ours: rule(c, ours, bare), f"a {kind} of its config.json", "its config.json says",
                   lambda name: name.endswith(BUFFERS))
 
 

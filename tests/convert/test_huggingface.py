@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of `transformers`, randomly initialised: the same logits here, and back there."""
+"""GPT-2, Llama and Mixtral of `transformers`, randomly initialised: the same logits here, and back there."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from course.convert import huggingface, rules, weight_files
+from course.inference.kv_cache_decoding import as_batch
 from course.models import GPTConfig
 from course.parallel import serial_placements
 from course.ranks.notebook_ranks import ranks
@@ -28,7 +29,10 @@ CASES = {"gpt2": {}, "gpt2 upcast": {"reorder_and_upcast_attn": True},
          # of a head's four pairs one is fast, one between, two are slow
          "llama 3.1": {"num_key_value_heads": 2, "max_position_embeddings": 128,
                        "rope_parameters": {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0,
-                                           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}}
+                                           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+         "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+         "mixtral of 3": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 3,
+                          "tie_word_embeddings": True}}
 
 
 def theirs(case):
@@ -36,6 +40,8 @@ def theirs(case):
     torch.manual_seed(0)
     if case.startswith("gpt2"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **CASES[case]))
+    elif case.startswith("mixtral"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**(LLAMA | CASES[case])))
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | CASES[case])))
     with torch.no_grad():
@@ -51,7 +57,7 @@ def exact_norm(module, x):
 
 def exact_angles(module, x, position_ids):
     """The same of its cosines and sines."""
-    d, rope = module.config.head_dim, module.config.rope_parameters
+    rope, d = module.config.rope_parameters, module.config.hidden_size // module.config.num_attention_heads
     speed = 1 / rope["rope_theta"] ** (torch.arange(0, d, 2).double() / d)
     if rope["rope_type"] == "llama3":
         length, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
@@ -66,10 +72,8 @@ def exact_angles(module, x, position_ids):
 
 
 def logits(ours, tokens):
-    position = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
-        return ours({"tokens": tokens, "sample": torch.arange(len(tokens)), "position": position}
-                    | ({"seen": position} if ours.c.position == "rotary" else {}))
+        return ours(as_batch(ours, tokens, 0))
 
 
 def of_theirs(model, tokens):
@@ -80,13 +84,13 @@ def of_theirs(model, tokens):
 def write(folder, model, shard=weight_files.SHARD):
     """A serial model as a folder of theirs."""
     parameters = {where.name: p.detach() for p, where in serial_placements(model).items()}
-    c, kind, dtype = model.c, huggingface.kind_of(model.c), next(iter(parameters.values())).dtype
-    entries = rules.entries(c, lambda name: huggingface.rule(kind, name),
+    c, dtype = model.c, next(iter(parameters.values())).dtype
+    entries = rules.entries(c, lambda name: huggingface.rule(c, name),
                             {name: (x.dtype, tuple(x.shape)) for name, x in parameters.items()})
     folder.mkdir()
     files = weight_files.divide(entries, shard)
     for name, part in files.items():
-        weight_files.write_file(folder / name, part, lambda one: huggingface.rule(kind, one)[0].theirs(c, parameters[one]),
+        weight_files.write_file(folder / name, part, lambda one: huggingface.rule(c, one)[0].theirs(c, parameters[one]),
                                 weight_files.about(c))
     for name, text in huggingface.beside(c, dtype, files, []).items():
         (folder / name).write_text(text)
@@ -100,10 +104,14 @@ def test_logits_are_equal(case, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(huggingface.read(tmp_path), TOKENS), of_theirs(model, TOKENS), rtol=1e-5, atol=1e-5)
-    llama = "transformers.models.llama.modeling_llama.Llama"
-    with mock.patch(f"{llama}RotaryEmbedding.forward", exact_angles), mock.patch(f"{llama}RMSNorm.forward", exact_norm):
+    family, off = "llama", 1e-12
+    if case.startswith("mixtral"):                   # its router's softmax is in float32, and its fast experts have no float64
+        family, off = "mixtral", 2e-6
+        model.set_experts_implementation("eager")
+    parts = f"transformers.models.{family}.modeling_{family}.{family.capitalize()}"
+    with mock.patch(f"{parts}RotaryEmbedding.forward", exact_angles), mock.patch(f"{parts}RMSNorm.forward", exact_norm):
         expected = of_theirs(model.double(), TOKENS)
-    torch.testing.assert_close(logits(huggingface.read(tmp_path, torch.float64), TOKENS), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits(huggingface.read(tmp_path, torch.float64), TOKENS), expected, rtol=off, atol=off)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,7 +154,7 @@ def in_layout(folder, overrides):
     from course.parallel import build_mesh, initialize, join, parallelize
 
     source = huggingface.source(folder)
-    c = config.load("gpt-demo", overrides)
+    c = config.load("gpt-demo", [f"model.experts={source.c.experts}", *overrides])
     model = build_model(source.c)
     at = parallelize(model, build_mesh(c.parallel, join("cpu")), c.parallel).placements
     initialize(model, at, 0, torch.device("cpu"))
@@ -154,12 +162,13 @@ def in_layout(folder, overrides):
     return [(at[p].name, at[p].box, p.detach()) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
-def test_each_rank_takes_its_boxes(layout, tmp_path):
-    theirs("llama").save_pretrained(tmp_path)
+@pytest.mark.parametrize(("case", "layout"), [("llama", "parallel.tp=2"), ("llama", "parallel.pp=2"),
+                                              ("mixtral", "parallel.dp=2 parallel.ep=2")])
+def test_each_rank_takes_its_boxes(case, layout, tmp_path):
+    theirs(case).save_pretrained(tmp_path)
     whole = {where.name: (p, where) for p, where in serial_placements(huggingface.read(tmp_path)).items()}
     seen = set()
-    for pieces in ranks(2)(in_layout, tmp_path, [layout]):
+    for pieces in ranks(2)(in_layout, tmp_path, layout.split()):
         for name, box, piece in pieces:
             parameter, where = whole[name]
             part = parameter.detach().view(where.global_shape)[tuple(slice(*side) for side in box)]
@@ -216,7 +225,11 @@ def saved(case, folder):
     ("llama", {"num_attention_heads": 0}, "num_attention_heads=0"), ("llama", {"hidden_size": "32"}, "hidden_size=32"),
     ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
     ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu")])
+    ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"), ("mixtral", {"num_experts_per_tok": 5}, "top_k=5"),
+    ("mixtral", {"sliding_window": 8}, "sliding_window=8"), ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("mixtral", {"num_local_experts": 5}, r"mlp.router.weight as \[4, 32\]"),
+    ("mixtral", {"num_local_experts": 3}, "tensors that a mixtral of its config.json does not have")])
 def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):
     file = saved(case, tmp_path) / "config.json"
     values = json.loads(file.read_text()) | change
@@ -295,5 +308,6 @@ def test_parts_that_are_not_what_their_index_says_are_a_sentence(ending, tmp_pat
 
 
 def test_a_model_of_neither_kind_is_a_sentence():
-    with pytest.raises(CourseError, match=r"neither a GPT-2 .* nor a Llama"):
-        huggingface.kind_of(GPTConfig(norm="rms"))
+    for c in (GPTConfig(norm="rms"), GPTConfig(experts=4)):
+        with pytest.raises(CourseError, match=r"neither a GPT-2 .* nor a Llama .* nor a Mixtral"):
+            huggingface.kind_of(c)
