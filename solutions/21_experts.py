@@ -42,10 +42,13 @@ from course.data.text import bpe, python_corpus
 from course.data.text.sequences import Sequences
 from course.lab import notebook as lab
 from course.lab.figures import experts as pictures
+from course.lab.figures import who_holds
 from course.lab.instruments.bytes_sent import Traffic
+from course.lab.instruments.forward_trace import trace
 from course.lab.instruments.tiny_experts import TinyExperts, evaluate, train
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
+from course.training import verify
 
 lab.begin("21")
 torch.set_num_threads(1)         # the models here are too small to share out
@@ -253,6 +256,26 @@ lab.picture(pictures.tokens(rows, 8, "The first expert of each token"),
 # This is **expert parallelism**. The ranks are data parallel otherwise: each has its own tokens. A token whose expert is
 # elsewhere travels there and its output travels back. These are two all-to-alls, **dispatch** and **combine**.
 #
+# The library's axis for it is `parallel.ep`. It takes no ranks of its own: it is carved out of the data-parallel ranks.
+
+# %%
+WEIGHTS = {name: f"blocks.0.{name}"
+           for name in ("attn.qkv.weight", "mlp.router.weight", "mlp.experts.up",
+                        "mlp.experts.down", "mlp.shared.up.weight")}
+held = ranks(4)(trace, "gpt-moe-demo", "model.depth=1", "parallel.dp=4", "parallel.ep=2")
+lab.picture(who_holds.parameters(held, WEIGHTS, title="Weights of a block, dp=4 with ep=2"),
+            "Four rows of boxes, one for each rank. All ranks have attention, the router "
+            "and the shared expert whole. Ranks 0 and 2 have the first half of the "
+            "experts, ranks 1 and 3 the second half.")
+
+# %% [markdown]
+# > **Question.** Over which ranks are the gradients of the router averaged, and over which those of expert 0?
+#
+# <details><summary>Answer</summary>
+# The router is on all four ranks, so over all of them. Expert 0 is on ranks 0 and 2. Each has seen the tokens of two ranks, which
+# traveled to it, so the average over ranks 0 and 2 counts all tokens.
+# </details>
+#
 # > **Predict.** Each of 8 ranks has 8192 tokens of width 4096 in bf16, and each token goes to 2 experts. The experts are
 # > balanced. How many megabytes does a rank send to *other* ranks in one dispatch?
 
@@ -380,6 +403,25 @@ for name, model in (("two favored", broken_model), ("with balance loss", mended_
 # Some implementations set a limit. With a **capacity factor** c, an expert takes at most c · N · k / E rows and drops the others,
 # which then only follow the residual connection. All shapes are known in advance. Without a limit, the mixture is **dropless**.
 #
+# ## In the library
+#
+# `course/models/experts.py` is the model and `course/parallel/expert_parallel/experts.py` spreads it. Both use what you wrote:
+
+# %%
+lab.show("course.models.experts.auxiliary_loss")
+lab.show("course.parallel.mappings.exchange_rows")
+
+# %% [markdown]
+# The balance loss there belongs to one *sample*, not to a batch. Sums over samples do not depend on how these are spread over
+# ranks and micro-batches, so every layout trains as one process does. `verify` compares all parameters, in float64:
+
+# %%
+exact = config.load("gpt-moe-demo", [*verify.DEFAULTS, "model.depth=2", "parallel.dp=4",
+                                     "parallel.ep=2", "train.device=cpu"])
+gaps, *_ = ranks(4)(lambda: verify.compare(exact))
+assert verify.tell(exact, gaps)
+
+# %% [markdown]
 # ## Summary
 #
 # - A mixture of experts has many MLPs and sends each token through k of them: more weights for the same work.

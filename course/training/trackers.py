@@ -46,7 +46,7 @@ def open_wandb(config: Config, run: Path) -> Tracker:
 
     number = run / "wandb.id"
     opened = wandb.init(name=f"{config.preset}/{config.log.name}", dir=str(run), config=schema.as_plain(config), resume="allow",
-                        id=number.read_text() if number.is_file() else None)
+                        id=number.read_text(encoding="utf-8") if number.is_file() else None)
     write(number, opened.id)
     return Tracker("log.wandb", lambda values, step: opened.log(dict(values), step=step), opened.finish)
 
@@ -57,7 +57,7 @@ def open_mlflow(config: Config, run: Path) -> Tracker:
 
     number = run / "mlflow.id"
     mlflow.set_tracking_uri(config.log.mlflow)
-    known = number.read_text() if number.is_file() else None
+    known = number.read_text(encoding="utf-8") if number.is_file() else None
     opened = mlflow.start_run(run_id=known, run_name=f"{config.preset}/{config.log.name}")
     write(number, opened.info.run_id)
     if not known:
@@ -68,4 +68,4 @@ def open_mlflow(config: Config, run: Path) -> Tracker:
 def write(path: Path, text: Any) -> None:
     """Write a text, whole or not at all."""
     with atomic(path) as temporary:
-        temporary.write_text(str(text))
+        temporary.write_text(str(text), encoding="utf-8")

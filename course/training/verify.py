@@ -495,8 +495,8 @@ def gap(a: Tensor, b: Tensor, scale: float, exact: bool = True) -> float:
 def tell(config: Config, gaps: list[Gap]) -> bool:
     """Print the verdict and return whether all is equal. If less than half can be judged, there is no verdict: False."""
     p, steps = config.parallel, max(entry.step for entry in gaps)
-    layout = " ".join(f"{name}={getattr(p, name)}" for name in AXES) + (" sp" if p.sp else "") + (
-        f" zero={p.zero}" if p.zero else "")
+    layout = " ".join(f"{name}={getattr(p, name)}" for name in AXES) + (f" ep={p.ep}" if p.ep > 1 else "") + (
+        " sp" if p.sp else "") + (f" zero={p.zero}" if p.zero else "")
     print(f"{config.preset} in {config.precision}, {config.train.steps} steps of {config.optim.name}: {layout} against one "
           "process")
     for number in range(1, steps + 1):
