@@ -120,7 +120,7 @@ def all_exercises() -> dict[str, Exercise]:
     """All exercises by name, in the order of the lessons, from the modules of `course.lab.exercises`."""
     listed = [exercise for module in iter_modules(exercises.__path__)
              for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES]
-    by_name = {exercise.name: exercise for exercise in sorted(listed, key=lambda exercise: exercise.lesson)}
+    by_name = {exercise.name: exercise for exercise in sorted(listed, key=lambda exercise: (exercise.lesson, exercise.open))}
     assert len(by_name) == len(listed), "two exercises have the same name"
     return by_name
 
