@@ -60,7 +60,8 @@ def test_a_result_has_all_that_it_stands_for(handed_in):
     assert result["notebook"] == sha256(notebook) and result["job"] == JOB and result["lesson"] == "10"
     versions = {name: one["version"] for name, one in result["exercises"].items()}
     assert versions == {exercise.name: exercise.version for exercise in exercises_of_lesson("10")}
-    first, second, third = on_cluster.exercises_on_ranks(notebook)
+    first, second, third, last = on_cluster.exercises_on_ranks(notebook)
+    assert find(last).open and not result["exercises"][last]["passed"]
     assert result["exercises"][first]["passed"] and "mine" in result["exercises"][second]["facts"][0]["text"]
     assert "without a result" in result["exercises"][third]["facts"][0]["text"]
     claim = judged(handed_in)

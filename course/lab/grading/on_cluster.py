@@ -49,14 +49,11 @@ TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"                    # as Slurm writes times
 
 
 def exercises_on_ranks(path: Path) -> list[str]:
-    """The names of a notebook's exercises that run on several ranks; open tasks, which are optional, are checked beside them.
-
-    Raises `CourseError` if its lesson is unknown.
-    """
+    """The names of a notebook's exercises that run on several ranks. Raises `CourseError` if its lesson is unknown."""
     exercises = exercises_of_lesson(lesson_of(path, notebook_cells.read_contents(path)))
     if not exercises:
         raise CourseError(f"{path}: neither its name nor its metadata say which lesson this is, or it has no exercises")
-    return [exercise.name for exercise in exercises if max(exercise.sizes) > 1 and not exercise.open]
+    return [exercise.name for exercise in exercises if max(exercise.sizes) > 1]
 
 
 def check_on_ranks(path: Path, name: str, folder: Path) -> None:
