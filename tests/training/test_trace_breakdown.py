@@ -107,20 +107,20 @@ def called(monkeypatch) -> list[str]:
     return calls
 
 
-STEP = ["data", "compute", "gradients", "optimizer"]
-RECORDED = ["wait", "start", *STEP, *STEP, "wait", "stop"]
+ORDER = ["data", "compute", "gradients", "optimizer"]
+RECORDED = ["wait", "start", *ORDER, *ORDER, "wait", "stop"]
 
 
 def test_nsys_records_the_steps_of_the_window_alone(tmp_path, called):
     assert profile_run.main("vit-demo", [*NSYS, f"log.dir={tmp_path}"]) is None
-    assert called == [*STEP[1:], *RECORDED] and not (tmp_path / "vit-demo").exists()
+    assert called == [*ORDER[1:], *RECORDED] and not (tmp_path / "vit-demo").exists()
 
 
 def test_nsys_records_a_window_within_a_run(tmp_path, called, capsys):
     from course.training import trainer
 
     trainer.main(config.load("vit-demo", [*NSYS, f"log.dir={tmp_path}"]))
-    assert called == [*STEP, *RECORDED, *STEP]
+    assert called == [*ORDER, *RECORDED, *ORDER]
     assert "profiled steps 2 to 3: nsys writes its report when the run ends" in capsys.readouterr().out
 
 

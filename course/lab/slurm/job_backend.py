@@ -170,7 +170,9 @@ class EmulatedSlurm:
 
     def kill_second_node(self, job: int) -> None:
         """Kill the ranks on the second node."""
-        for pid, node in json.loads((self.folder / str(job) / "ranks.json").read_text(encoding="utf-8")):
+        started = self.folder / str(job) / "ranks.json"
+        wait_until(started.is_file, JOB_SECONDS)         # ranks may print before srun has noted all of them
+        for pid, node in json.loads(started.read_text(encoding="utf-8")):
             if node == self.NAMES[1]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
