@@ -9,7 +9,7 @@ from course.ranks.notebook_ranks import ranks
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2)])
 def test_what_was_seen_is_the_schedule(name, v):
-    for seen in ranks(2)(simulated_pipeline.run_pipeline, name, 4, v, 0.02, 0.04):
+    for seen in ranks(2)(simulated_pipeline.run_pipeline, name, 4, v):
         made = [passes_of(name, 2, rank, 4, v) for rank in range(2)]
         for rank in range(2):
             mine = sorted((when, work) for (other, work), when in seen.items() if other == rank)
