@@ -36,7 +36,7 @@ from course.utils.errors import CourseError
 
 ROOT = stubs.PACKAGE.parent                          # holds notebooks/ and solutions/ in a clone
 SHIPPED = stubs.PACKAGE / "given"                    # the same files in a wheel
-BUILDER_VERSION = "1"                                # a new version makes all notebooks stale
+BUILDER_VERSION = "2"                                # a new version makes all notebooks stale
 CELL_TIMEOUT = 900                                   # seconds that a cell may take
 CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
 SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
@@ -62,13 +62,13 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
 def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
     """Write the notebooks of these lessons, and execute those whose code, or what it shows, has changed.
 
-    If only text, points or other nbgrader metadata changed, it executes nothing and keeps the outputs.
+    If only text, line breaks, comments, points or other nbgrader metadata changed, it executes nothing and keeps the outputs.
     """
     for master in masters(names, root):
         write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
         target, notebook = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
         before = None if force or is_stale(target, notebook) else notebook_cells.load_notebook(target)
-        if before is None or notebook_cells.code_cells(before) != notebook_cells.code_cells(notebook):
+        if before is None or parsed(notebook_cells.code_cells(before)) != parsed(notebook_cells.code_cells(notebook)):
             print(f"executing {master.name}", flush=True)
             notebook = execute(notebook, root / "notebooks")
         else:
@@ -211,12 +211,17 @@ def nbgrader_metadata(name: str, solution: bool) -> dict[str, Any]:
 
 
 def source_digest(code: list[str]) -> str:
-    """A hash of everything that outputs depend on: code cells, the library objects that they show, recorded results, builder."""
+    """A hash of everything that outputs depend on: code, the library objects that it shows, recorded results, builder."""
     text = "\n".join(code)
     shown = sorted(set(SHOW_CALL.findall(text)))
     recorded = (path.read_text(encoding="utf-8") for path in sorted(results.FOLDER.glob("*.json")) if f'"{path.stem}"' in text)
-    parts = [BUILDER_VERSION, *code, *(stubs.shown_source(dotted) for dotted in shown), *recorded]
+    parts = [BUILDER_VERSION, *parsed(code), *(stubs.shown_source(dotted) for dotted in shown), *recorded]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def parsed(code: list[str]) -> list[str]:
+    """Cells without what changes no output: comments and line breaks."""
+    return [ast.dump(ast.parse(cell)) for cell in code]
 
 
 def is_stale(path: Path, wanted: Any) -> bool:
