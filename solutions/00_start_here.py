@@ -142,7 +142,8 @@ my_bytes_per_second = 40e9       # your prediction
 megabytes = 1000 if lab.gpu() else 64
 peak_bytes = 2 * megabytes * 1e6 / timing.copy(megabytes, device)
 
-lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e9, "GB/s")
+lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e9,
+           "GB/s")
 print(f"\nWhile this machine moves one byte, it can do {peak_flops / peak_bytes:.1f} "
       "floating-point operations.")
 
@@ -166,14 +167,17 @@ print(f"\nWhile this machine moves one byte, it can do {peak_flops / peak_bytes:
 # (A number in **bf16** has 16 bits. In **TF32** these units read 19 of the 32 bits of a float32. Lesson 04 explains both.)
 
 # %%
-my_flops_ratio = 1000            # your prediction: H200's bf16 FLOP/s over this machine's float32 FLOP/s
-my_bytes_ratio = 100             # your prediction: H200's bytes a second over this machine's
+# your prediction: H200's bf16 FLOP/s over this machine's float32 FLOP/s
+my_flops_ratio = 1000
+# your prediction: H200's bytes a second over this machine's
+my_bytes_ratio = 100
 
 # %%
 h200 = lab.results("ceilings_h200")["ceilings"]
 if lab.gpu():
     mine = timing.ceilings(device, largest=8192)
-    print({name: lab.number(value / 1e12) for name, value in mine.items()}, "TFLOP/s; copy: TB/s")
+    print({name: lab.number(value / 1e12) for name, value in mine.items()},
+          "TFLOP/s; copy: TB/s")
 lab.recorded("ceilings_h200",
              {name: {"TFLOP/s": h200[f"matmul {name}"] / 1e12,
                      "FLOPs for each byte moved": h200[f"matmul {name}"] / h200["copy"]}
@@ -219,7 +223,8 @@ from course.ranks.notebook_ranks import ranks
 def add_up():
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine)
-    return f"rank {dist.get_rank()} of {dist.get_world_size()} has the sum {mine.item():.0f}"
+    return (f"rank {dist.get_rank()} of {dist.get_world_size()} has the sum "
+            f"{mine.item():.0f}")
 
 
 ranks(4)(add_up)
@@ -295,8 +300,10 @@ check("matmul-cost")
 # %%
 from course.lab.figures import style
 
-shapes = {"1 token": (1, 128, 512), "16 tokens": (16, 128, 512), "128 tokens": (128, 128, 512),
-          "2048 tokens": (2048, 128, 512), "64 x 64": (64, 64, 64), "768 x 768": (768, 768, 768)}
+shapes = {"1 token": (1, 128, 512), "16 tokens": (16, 128, 512),
+          "128 tokens": (128, 128, 512),
+          "2048 tokens": (2048, 128, 512), "64 x 64": (64, 64, 64),
+          "768 x 768": (768, 768, 768)}
 times, points = {}, {}
 for name, (m, k, n) in shapes.items():
     flops, moved = matmul_cost(m, k, n, itemsize=4)
@@ -305,9 +312,9 @@ for name, (m, k, n) in shapes.items():
 
 lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
                            "Matrix multiplications on this machine"),
-            "A roof that rises with arithmetic intensity and then is flat. The two largest of six "
-            "multiplications lie close to it; 128 tokens, 16 tokens and 64 x 64 lie below it; "
-            "1 token lies on its slope or above it")
+            "A roof that rises with arithmetic intensity and then is flat. The two "
+            "largest of six multiplications lie close to it; 128 tokens, 16 tokens "
+            "and 64 x 64 lie below it; 1 token lies on its slope or above it")
 
 # %% [markdown]
 # The horizontal axis is the **arithmetic intensity**: FLOPs for each byte that must move. The vertical axis is FLOP/s. The
@@ -348,9 +355,11 @@ check("roofline")
 # %%
 print(f"{'':12} {'predicted':>12} {'measured':>12}   measured / predicted")
 for name, (m, k, n) in shapes.items():
-    predicted = roofline_seconds(*matmul_cost(m, k, n, itemsize=4), peak_flops, peak_bytes)
+    predicted = roofline_seconds(*matmul_cost(m, k, n, itemsize=4), peak_flops,
+                                 peak_bytes)
     measured = times[name]
-    print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
+    print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   "
+          f"{measured / predicted:5.2f}")
 
 # %% [markdown]
 # **What you should see:** your prediction fits the two largest best. The smaller ones take up to several times as long.
@@ -375,8 +384,10 @@ def layer_on_the_roof(tokens: int):
                           "A layer of width 384 to 1536, at best")
 
 
-slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 4096, 16384, 64800],
-                         alt="This machine's roof, and on it the layer with the number of tokens of the slider.")
+slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 4096,
+                                                    16384, 64800],
+                         alt="This machine's roof, and on it the layer with the "
+                         "number of tokens of the slider.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>

@@ -72,7 +72,8 @@ lab.begin("01")
 # minute. At the end it prints how far mass and energy have drifted. Do not trust a simulation that loses either.
 
 # %%
-simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"}, "weather"))
+simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"},
+                             "weather"))
 
 # %% [markdown]
 # One **state** of the atmosphere is an array of 20 channels (winds, temperatures, pressures, humidity) on the grid. One
@@ -85,7 +86,8 @@ settings = config.load("vit-demo")
 pairs = data.open_pairs(settings, "train")
 channels = layout.channel_names(pairs.years[0])
 state = pairs.state(100)
-print(f"{len(pairs)} training pairs; a state has the shape {state.shape}: {', '.join(channels)}")
+print(f"{len(pairs)} training pairs; a state has the shape {state.shape}: "
+      f"{', '.join(channels)}")
 
 # %% [markdown]
 # Look at one channel, `u10`: the eastward wind ten meters above the ground. The model does not look at single grid
@@ -102,8 +104,10 @@ u10 = channels.index("u10")
 side = settings.model.patch
 lab.beside("tokens", my_tokens, settings.model.tokens, how="counted")
 lab.beside("numbers in a token", my_numbers, len(channels) * side**2, how="counted")
-lab.picture(style.patches(state[u10], side, "u10 of one state, in patches; the marked one becomes a token"),
-            "A map of the eastward wind, bands of jet streams and storms, under a grid of 8 by 16 patches; one is marked")
+lab.picture(style.patches(state[u10], side, "u10 of one state, in patches; the marked "
+                          "one becomes a token"),
+            "A map of the eastward wind, bands of jet streams and storms, under a "
+            "grid of 8 by 16 patches; one is marked")
 
 # %% [markdown]
 # The map has 32 / 4 = 8 rows and 64 / 4 = 16 columns of patches: 128 tokens. Each contains 4 × 4 points of all 20
@@ -128,7 +132,8 @@ lab.picture(style.patches(state[u10], side, "u10 of one state, in patches; the m
 # > **Predict** what the next cell prints for a batch of three samples and one of padding, before you run it.
 
 # %%
-batch = pairs.__getitems__([0, 7, 1435, -1])         # what a loader calls; -1 asks for padding
+# what a loader calls; -1 asks for padding
+batch = pairs.__getitems__([0, 7, 1435, -1])
 for key, tensor in batch.items():
     print(f"{key:8} {tuple(tensor.shape)!s:18} {tensor.dtype}")
 print("sample is", batch["sample"].tolist(),
@@ -158,7 +163,8 @@ def new_model(seed: int = 0) -> nn.Module:
 
 model = new_model()
 count = sum(p.numel() for p in model.parameters())
-print(f"{count:,} parameters in {settings.model.depth} blocks of width {settings.model.dim}")
+print(f"{count:,} parameters in {settings.model.depth} blocks of width "
+      f"{settings.model.dim}")
 
 # %% [markdown]
 # `model.prepare(batch, step)` converts a batch into the model's inputs. It cuts the maps into patches: (B, C, H, W)
@@ -304,7 +310,8 @@ my_samples_per_second = 300      # your prediction
 # %%
 background_load.report()
 cpu = torch.device("cpu")
-alone = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))      # a mesh of one process
+# a mesh of one process
+alone = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))
 model = new_model()
 loader = data.train_loader(settings, alone.dp, cpu, 0, model.example)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -327,9 +334,12 @@ lab.beside("your training step", my_samples_per_second, samples_per_second, "sam
 # > **Predict** the curve of the loss: where does it begin, and how smooth will it be?
 
 # %%
-curve = style.curves({"your training step": (range(1, 61), [loss.item() for loss in losses])}, "step", "relative L2 loss",
+curve = style.curves({"your training step": (range(1, 61),
+                                             [loss.item() for loss in losses])}, "step",
+                     "relative L2 loss",
                        "The first 60 steps", {"persistence": persistence})
-lab.picture(curve, "A rough curve that starts at the loss of persistence and sinks a little below it within 60 steps")
+lab.picture(curve, "A rough curve that starts at the loss of persistence and sinks a "
+            "little below it within 60 steps")
 
 # %% [markdown]
 # It begins at persistence, as it must, and falls a little in these 240 samples.
@@ -381,14 +391,21 @@ my_h200 = 100                    # your prediction, samples/s
 # %%
 runs = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
 baseline = "tf32, read by the training process"
-lab.recorded("vit_h200", {label: {"samples/s": runs[key]["samples_per_s"], "GB": runs[key]["memory_gb"],
+lab.recorded("vit_h200", {label: {"samples/s": runs[key]["samples_per_s"],
+                                  "GB": runs[key]["memory_gb"],
                                   "MFU, %": 100 * runs[key]["mfu"]}
-                          for label, key in (("float32 (TF32), data read by the training process", baseline),
-                                             ("float32 (TF32), data read by 8 workers", "tf32, 8 loader processes"),
-                                             ("bf16, random data, made on the GPU", "bf16, on the device"),
-                                             ("bf16, compiled, the same", "bf16, compiled"))},
-             why="The reference model" if lab.gpu() else "The reference model needs a GPU, and there is none here")
-lab.beside("\nvit-short in TF32 on an H200", my_h200, runs[baseline]["samples_per_s"], "samples/s", how="recorded")
+                          for label, key in (("float32 (TF32), data read by the "
+                                              "training process", baseline),
+                                             ("float32 (TF32), data read by 8 workers",
+                                              "tf32, 8 loader processes"),
+                                             ("bf16, random data, made on the GPU",
+                                              "bf16, on the device"),
+                                             ("bf16, compiled, the same",
+                                              "bf16, compiled"))},
+             why="The reference model" if lab.gpu() else "The reference model needs a "
+             "GPU, and there is none here")
+lab.beside("\nvit-short in TF32 on an H200", my_h200, runs[baseline]["samples_per_s"],
+           "samples/s", how="recorded")
 
 # %% [markdown]
 # **What you should see:** at {result: h200_tflops | .0f} TFLOP/s the H200 would process {result: best_samples | .0f}
@@ -480,11 +497,13 @@ check("accumulate")
 # > **Predict.** How many seconds will 500 steps take? Add time for validation and saving to the number below.
 
 # %%
-my_seconds = settings.train.global_batch * 500 / samples_per_second     # your prediction: correct it
+# your prediction: correct it
+my_seconds = settings.train.global_batch * 500 / samples_per_second
 
 # %%
 name = time.strftime("lesson01-%Y%m%d-%H%M%S")
-settings = config.load("vit-demo", ["train.steps=500", "train.device=cpu", "train.eval_every=125", "log.every=5",
+settings = config.load("vit-demo", ["train.steps=500", "train.device=cpu",
+                                    "train.eval_every=125", "log.every=5",
                                     "checkpoint.every=250", f"log.name={name}"])
 begin = time.perf_counter()
 with lab.yours(RelativeL2, eager):
@@ -496,7 +515,8 @@ lab.beside("\n500 steps", my_seconds, time.perf_counter() - begin, "s")
 
 # %%
 records = run_log.read_metrics(run / "metrics.jsonl")
-last = {key: value for key, value in records[-1].items() if not isinstance(value, dict)}     # without channels
+# without channels
+last = {key: value for key, value in records[-1].items() if not isinstance(value, dict)}
 if last["mfu"] is None:
     last["mfu"] = "unknown: this device has no data sheet peak here"
 for key, value in last.items():
@@ -508,15 +528,21 @@ for key, value in last.items():
 # %%
 steps = [record["step"] for record in records]
 validated = [record for record in records if "valid_loss" in record]
-curve = style.curves({"training, 4 samples": (steps, [record["loss"] for record in records]),
-                      "validation": ([r["step"] for r in validated], [r["valid_loss"] for r in validated])},
-                     "step", "relative L2 loss", "500 steps", {"persistence": persistence})
-lab.picture(curve, "Training and validation loss fall together, fast at first and then slowly, well below persistence")
+curve = style.curves({"training, 4 samples": (steps,
+                                              [record["loss"] for record in records]),
+                      "validation": ([r["step"] for r in validated],
+                                     [r["valid_loss"] for r in validated])},
+                     "step", "relative L2 loss", "500 steps",
+                     {"persistence": persistence})
+lab.picture(curve, "Training and validation loss fall together, fast at first and "
+            "then slowly, well below persistence")
 
 # %%
-curve = style.curves({"learning rate": (steps, [record["lr"] for record in records])}, "step", "learning rate",
+curve = style.curves({"learning rate": (steps, [record["lr"] for record in records])},
+                     "step", "learning rate",
                      "A short warm-up, then half a cosine")
-lab.picture(curve, "The learning rate rises within 20 steps and then falls along half a cosine to zero")
+lab.picture(curve, "The learning rate rises within 20 steps and then falls along half "
+            "a cosine to zero")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -541,7 +567,8 @@ my_percent = 10                  # your prediction
 
 # %%
 scores = forecast_scores.score_run(run)
-lab.beside("\nu10, error below that of persistence", my_percent, 100 * scores["better_than_persistence"], "%")
+lab.beside("\nu10, error below that of persistence", my_percent,
+           100 * scores["better_than_persistence"], "%")
 
 # %% [markdown]
 # **What you should see:** more than a third. `make demo` trains longer and reaches
@@ -554,7 +581,8 @@ lab.beside("\nu10, error below that of persistence", my_percent, 100 * scores["b
 # %%
 from IPython.display import Image, display
 
-display(Image(run / "evaluation" / "skill.png", alt="RMSE of u10 against lead time, for the model, persistence and climatology",
+display(Image(run / "evaluation" / "skill.png", alt="RMSE of u10 against lead time, "
+              "for the model, persistence and climatology",
               width=560))
 
 # %% [markdown]
@@ -572,18 +600,22 @@ truths = [torch.from_numpy(test.state(40, ahead)) for ahead in range(9)]
 forecasts = [truths[0]]
 for _ in range(8):
     forecasts.append(one_step(forecasts[-1][None])[0])
-colors = plots.scale_of(torch.stack(truths)[:, u10].numpy(), torch.stack(forecasts)[:, u10].numpy())
+colors = plots.scale_of(torch.stack(truths)[:, u10].numpy(),
+                        torch.stack(forecasts)[:, u10].numpy())
 
 
 def forecast_at(hours: int):
     """Truth, forecast and error in standard deviations."""
     ahead = hours // 6
-    return plots.truth_forecast_error(truths[ahead][u10].numpy(), forecasts[ahead][u10].numpy(),
-                                      f"u10 after {hours} hours (standard deviations)", scale=colors)
+    return plots.truth_forecast_error(truths[ahead][u10].numpy(),
+                                      forecasts[ahead][u10].numpy(),
+                                      f"u10 after {hours} hours (standard deviations)",
+                                      scale=colors)
 
 
 slider = widgets.explore(forecast_at, hours=[6, 12, 18, 24, 30, 36, 42, 48],
-                         alt="Maps of the true wind, the forecast, and their difference.")
+                         alt="Maps of the true wind, the forecast, and "
+                         "their difference.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>

@@ -60,7 +60,9 @@ my_ratio = 1.0                   # your prediction: backward over forward
 # %%
 settings = config.load("vit-demo", ["data.source=mock", "train.device=cpu"])
 cpu = torch.device("cpu")
-training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+training = assemble.assemble(settings,
+                             parallel.build_mesh(settings.parallel,
+                                                 parallel.World(device=cpu)))
 model, optimizer = training.model, training.optimizer
 batch = model.prepare(model.example(16, cpu), torch.zeros((), dtype=torch.int64))
 
@@ -77,9 +79,11 @@ def step_by_the_clock() -> tuple[float, float, float]:
     return forward - begin, backward - forward, time.perf_counter() - backward
 
 
-step_by_the_clock()              # warm-up: the first step allocates memory, so it does not count
+# warm-up: the first step allocates memory, so it does not count
+step_by_the_clock()
 forward, backward, update = (sorted(times)[3]
-                             for times in zip(*(step_by_the_clock() for _ in range(7)), strict=True))
+                             for times in zip(*(step_by_the_clock() for _ in range(7)),
+                                              strict=True))
 print(f"forward {forward * 1e3:.1f} ms, backward {backward * 1e3:.1f} ms, "
       f"optimizer {update * 1e3:.1f} ms: medians of 7")
 lab.beside("backward over forward", my_ratio, backward / forward, "times")
@@ -95,8 +99,10 @@ lab.beside("backward over forward", my_ratio, backward / forward, "times")
 
 # %%
 seen = lab.results("profile_h200")["clock"]
-lab.recorded("profile_h200", {"a clock around the line": {"microseconds": seen["the line"]},
-                              "the same, then waiting for the GPU": {"microseconds": seen["and waiting"]}})
+lab.recorded("profile_h200",
+             {"a clock around the line": {"microseconds": seen["the line"]},
+              "the same, then waiting for the "
+              "GPU": {"microseconds": seen["and waiting"]}})
 
 # %% [markdown]
 # > **Question.** How can the line end before the multiplication does?
@@ -122,7 +128,8 @@ with Window(Path("runs/lesson-02"), 0, cpu) as window:
         training.step(model.example(16, cpu))
 events = trace_breakdown.read(window.trace)
 print(f"{len(events):,} events in {window.trace}; three of them:\n")
-for event in [event for event in events if event.get("name") in ("aten::addmm", "compute", "aten::gelu")][:3]:
+for event in [event for event in events
+              if event.get("name") in ("aten::addmm", "compute", "aten::gelu")][:3]:
     print({key: event[key] for key in ("cat", "name", "ts", "dur")})
 
 # %% [markdown]
@@ -165,8 +172,9 @@ with lab.yours(part), Window(Path("runs/lesson-02"), 0, cpu) as window:
         training.step(batch)
 rows = profile.last_step(trace_breakdown.read(window.trace))
 lab.picture(profile.timeline(rows, "one step of vit-demo, 16 samples"),
-            "Two rows over time. Above: a part named data, a long part named compute and a short one, "
-            "the optimizer. Below: hundreds of operators; most of compute is matrix multiplications")
+            "Two rows over time. Above: a part named data, a long part named compute "
+            "and a short one, the optimizer. Below: hundreds of operators; most of "
+            "compute is matrix multiplications")
 
 # %% [markdown]
 # ## Exercise: busy time
@@ -177,9 +185,11 @@ lab.picture(profile.timeline(rows, "one step of vit-demo, 16 samples"),
 my_percent = 100                 # your prediction
 
 # %%
-operators = [(begin / 1e6, end / 1e6) for lane, _, _, begin, end in rows if lane == "operators"]
+operators = [(begin / 1e6, end / 1e6) for lane, _, _, begin, end in rows
+             if lane == "operators"]
 length = max(end for *_, end in rows) / 1e6
-lab.beside("all operators over the step", my_percent, 100 * sum(end - begin for begin, end in operators) / length, "%")
+lab.beside("all operators over the step", my_percent,
+           100 * sum(end - begin for begin, end in operators) / length, "%")
 
 # %% [markdown]
 # The sum is more than the whole step. Operators call operators (`aten::linear` calls `aten::addmm`), and each is its own
@@ -251,11 +261,17 @@ check("launch-bound")
 
 # %%
 batches = [1, 2, 4, 8, 16, 32, 64]
-small = [2.0, 0.25, 0.25, 0.5]   # microseconds of a matmul, a norm, an addition, a GELU, for one sample
-steps = {n: replay([5e-6] * 400, [1e-6 * n * work for work in small] * 100) for n in batches}
-curve = style.curves({"the model's step": (batches, [total * 1e3 for total, _ in steps.values()])}, "samples", "ms",
+# microseconds of a matmul, a norm, an addition, a GELU, for one sample
+small = [2.0, 0.25, 0.25, 0.5]
+steps = {n: replay([5e-6] * 400, [1e-6 * n * work for work in small] * 100)
+         for n in batches}
+curve = style.curves({"the model's step": (batches,
+                                           [total * 1e3
+                                            for total, _ in steps.values()])},
+                     "samples", "ms",
                        "400 kernels, 5 µs to launch each", {"launching alone": 2.0})
-lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, and rises in proportion from about 8 on")
+lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, and "
+            "rises in proportion from about 8 on")
 
 # %% [markdown]
 # Now look at a real step on an H200: a small transformer (12 layers of width 768, 256 tokens, one sample, bf16). The
@@ -264,9 +280,11 @@ lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, an
 # %%
 recorded = lab.results("profile_h200")
 one = recorded["timelines"]["small batch of 1, bf16"]
-lab.picture(profile.timeline(one, "12 layers of width 768, one sample, bf16, on an H200", until=2000),
-            "The host launches kernels at intervals, with Python between them. The GPU's row is mostly empty, "
-            "with thin bars where kernels run; the wide bar on the left is the previous step's optimizer")
+lab.picture(profile.timeline(one, "12 layers of width 768, one sample, bf16, on an "
+                             "H200", until=2000),
+            "The host launches kernels at intervals, with Python between them. The "
+            "GPU's row is mostly empty, with thin bars where kernels run; the wide "
+            "bar on the left is the previous step's optimizer")
 
 # %% [markdown]
 # > **Predict.** How many samples keep the GPU busy for more than nine tenths of the step?
@@ -276,22 +294,28 @@ my_batch = 8                     # your prediction
 
 # %%
 times = {name: found["time"] for name, found in recorded["accounts"].items()}
-lab.picture(profile.shares({name: each for name, each in times.items() if name.startswith("small")},
+lab.picture(profile.shares({name: each for name, each in times.items()
+                            if name.startswith("small")},
                                    "12 layers of width 768, 256 tokens, on an H200"),
-            "Bars for 1, 4, 16 and 64 samples. Most of the first is idle time while the host launches; "
-            "the last has almost none")
-idle = {n: sum(times[f"small batch of {n}, bf16"][key] for key in ("launch", "idle", "data")) for n in (1, 4, 16, 64)}
-enough = min(n for n, waiting in idle.items() if waiting < 0.1 * sum(times[f"small batch of {n}, bf16"].values()))
-lab.beside("samples that keep the GPU busy for nine tenths of the step, of these", my_batch, enough, how="recorded")
+            "Bars for 1, 4, 16 and 64 samples. Most of the first is idle time while "
+            "the host launches; the last has almost none")
+idle = {n: sum(times[f"small batch of {n}, bf16"][key]
+               for key in ("launch", "idle", "data")) for n in (1, 4, 16, 64)}
+enough = min(n for n, waiting in idle.items()
+             if waiting < 0.1 * sum(times[f"small batch of {n}, bf16"].values()))
+lab.beside("samples that keep the GPU busy for nine tenths of the step, of these",
+           my_batch, enough, how="recorded")
 
 # %% [markdown]
 # > **Predict.** Now the reference model (width 384, 16 samples) on an H200: in TF32, in bf16, and compiled. Will the step
 # > wait for the host?
 
 # %%
-lab.picture(profile.shares({name: each for name, each in times.items() if name.startswith("16")},
+lab.picture(profile.shares({name: each for name, each in times.items()
+                            if name.startswith("16")},
                                    "the weather model of lesson 01 on an H200"),
-            "Three bars, in TF32, in bf16 and compiled: nearly all of each is computing")
+            "Three bars, in TF32, in bf16 and compiled: nearly all of each is "
+            "computing")
 
 # %% [markdown]
 # It does not. So the next lessons look elsewhere: at the data (03), at the format of the numbers (04) and at the kernels
@@ -364,11 +388,13 @@ check("exposed-time")
 # %%
 rows = recorded["timelines"]["tensor parallel"]
 sent = [(begin, end) for lane, _, _, begin, end in rows if lane == "communication"]
-done = [(begin, end) for lane, _, kind, begin, end in rows if lane == "GPU" and kind != "copy"]
+done = [(begin, end) for lane, _, kind, begin, end in rows if lane == "GPU"
+        and kind != "copy"]
 length = max(end for *_, end in rows)
 print(f"a step of {length / 1e3:.0f} ms, {busy(sent) / 1e3:.1f} ms of communication, "
       f"{exposed(sent, done) / 1e3:.1f} ms of it exposed")
-lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / length, "%", "recorded")
+lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / length, "%",
+           "recorded")
 
 # %% [markdown]
 # All of it is exposed. This program multiplies, then sends, then multiplies again, and each waits for the other. What

@@ -92,7 +92,8 @@ my_gb_per_second = 1.0           # your prediction, for 180 pairs a second
 state_bytes = 20 * 360 * 720 * 4
 pair_bytes = 2 * state_bytes
 lab.beside("a pair", my_mb, pair_bytes / 1e6, "MB", "counted")
-lab.beside("180 pairs a second", my_gb_per_second, 180 * pair_bytes / 1e9, "GB/s", "counted")
+lab.beside("180 pairs a second", my_gb_per_second, 180 * pair_bytes / 1e9, "GB/s",
+           "counted")
 
 # %% [markdown]
 # 41 MB a sample is a lot. An image for a classifier has 0.1 MB, a text of 2048 tokens about 4 kB. Text never waits for
@@ -123,7 +124,8 @@ folder = Path("runs/lesson-03")
 folder.mkdir(parents=True, exist_ok=True)
 file = folder / "pairs.bin"
 with open(file, "wb") as out:
-    np.random.default_rng(0).standard_normal((2, 2, 20, 360, 720), np.float32).tofile(out)
+    np.random.default_rng(0).standard_normal((2, 2, 20, 360, 720),
+                                             np.float32).tofile(out)
     out.flush()
     os.fsync(out.fileno())       # the system cannot forget what is not on the disk yet
 memory = np.ones(2 * pair_bytes, np.uint8)
@@ -132,7 +134,8 @@ memory = np.ones(2 * pair_bytes, np.uint8)
 def read_file(forget: bool) -> float:
     """Seconds to read the file into existing memory."""
     handle = os.open(file, os.O_RDONLY)
-    if forget and hasattr(os, "posix_fadvise"):      # Linux; elsewhere it stays in the cache
+    # Linux; elsewhere it stays in the cache
+    if forget and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     begin, done = time.perf_counter(), 0
     while done < len(memory):
@@ -142,8 +145,10 @@ def read_file(forget: bool) -> float:
     return seconds
 
 
-disk, cache = (sorted(read_file(forget) for _ in range(5))[2] for forget in (True, False))
-print(f"from the disk {memory.nbytes / disk / 1e9:.1f} GB/s, from the page cache {memory.nbytes / cache / 1e9:.1f} GB/s")
+disk, cache = (sorted(read_file(forget) for _ in range(5))[2]
+               for forget in (True, False))
+print(f"from the disk {memory.nbytes / disk / 1e9:.1f} GB/s, from the page cache "
+      f"{memory.nbytes / cache / 1e9:.1f} GB/s")
 lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 
 # %% [markdown]
@@ -164,9 +169,11 @@ lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 # %%
 recorded = lab.results("loaders_h200")
 floors = recorded["page cache to memory"]
-rows = {f"page cache to memory, {n} thread{'s' * (n != '1')}": speed for n, speed in floors.items()}
+rows = {f"page cache to memory, {n} thread{'s' * (n != '1')}": speed
+        for n, speed in floors.items()}
 rows["pinned memory to the GPU"] = recorded["pinned to GPU"]
-lab.recorded("loaders_h200", {name: {"pairs/s": speed, "GB/s": speed * pair_bytes / 1e9} for name, speed in rows.items()},
+lab.recorded("loaders_h200", {name: {"pairs/s": speed, "GB/s": speed * pair_bytes / 1e9}
+                              for name, speed in rows.items()},
              why="Only copying, of pairs of 41 MB")
 
 # %% [markdown]
@@ -198,8 +205,9 @@ lab.show("course.data.order.samples_at")
 
 # %%
 lab.picture(data_loading.stream(0, samples=10, batch=4, ranks=2, steps=5),
-            "Five rows of four tiles with sample numbers. The first two tiles of each row belong to rank 0, the others "
-            "to rank 1. After ten tiles, in the middle of the third row, the second epoch begins")
+            "Five rows of four tiles with sample numbers. The first two tiles of each "
+            "row belong to rank 0, the others to rank 1. After ten tiles, in the "
+            "middle of the third row, the second epoch begins")
 
 # %% [markdown]
 # The third batch has the end of one epoch and the beginning of the next. So no samples are left over, and no batch needs
@@ -267,7 +275,8 @@ for _ in range(20):
     next(straight)
 print("rank 0 of 2, the 21st batch:       ", next(straight))
 print("resumed after 20 batches:          ", next(train_batches(7, 100, 8, 2, 0, 160)))
-print("resumed on 4 ranks, ranks 0 and 1: ", *(next(train_batches(7, 100, 8, 4, rank, 160)) for rank in (0, 1)))
+print("resumed on 4 ranks, ranks 0 and 1: ",
+      *(next(train_batches(7, 100, 8, 4, rank, 160)) for rank in (0, 1)))
 
 # %% [markdown]
 # ## Workers
@@ -310,7 +319,8 @@ my_reading = 70                  # your prediction, percent
 # %%
 background_load.report()
 mean, std = np.zeros((20, 1, 1), np.float32), np.ones((20, 1, 1), np.float32)
-ready = torch.ones(2, 20, 360, 720)                  # in place of pinned memory, which the loader reuses
+# in place of pinned memory, which the loader reuses
+ready = torch.ones(2, 20, 360, 720)
 
 
 def like_a_worker(number: int) -> dict[str, float]:
@@ -318,7 +328,8 @@ def like_a_worker(number: int) -> dict[str, float]:
     marks = [time.perf_counter()]
     states = np.empty((2, 20, 360, 720), np.float32)
     handle = os.open(file, os.O_RDONLY)
-    os.preadv(handle, [states.reshape(-1).view(np.uint8).data], (number % 2) * pair_bytes)
+    os.preadv(handle, [states.reshape(-1).view(np.uint8).data],
+              (number % 2) * pair_bytes)
     os.close(handle)
     marks.append(time.perf_counter())
     states -= mean
@@ -331,8 +342,10 @@ def like_a_worker(number: int) -> dict[str, float]:
     marks.append(time.perf_counter())
     ready.copy_(shared)
     marks.append(time.perf_counter())
-    parts = ("read", "normalize", "into the batch", "into shared memory", "into pinned memory")
-    return {part: 1e3 * (end - begin) for part, begin, end in zip(parts, marks, marks[1:], strict=False)}
+    parts = ("read", "normalize", "into the batch", "into shared memory",
+             "into pinned memory")
+    return {part: 1e3 * (end - begin)
+            for part, begin, end in zip(parts, marks, marks[1:], strict=False)}
 
 
 laps = [like_a_worker(number) for number in range(7)][2:]
@@ -366,11 +379,14 @@ lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "
 # The batch is in memory; now it has to cross the link. In the next pictures a copy takes a third of a step.
 
 # %%
-lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahead=False), "Copy, compute, copy, compute"),
+lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3,
+                                                               ahead=False),
+                                 "Copy, compute, copy, compute"),
             "One row in which a short copy and a long step alternate, three times")
-lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahead=True), "The next copy beside the step"),
-            "Two rows. Above: the copies, the second during the first step, the third during the second step. "
-            "Below: three steps with no gap between them")
+lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahead=True),
+                                 "The next copy beside the step"),
+            "Two rows. Above: the copies, the second during the first step, the third "
+            "during the second step. Below: three steps with no gap between them")
 
 # %% [markdown]
 # A GPU has *copy engines* beside its multiprocessors, so it can copy and compute at once. This takes three things:
@@ -428,7 +444,8 @@ my_torn = 3                      # your prediction
 
 # %%
 def torn(wait: bool, batches: int = 20) -> int:
-    """How many batches arrive damaged when another thread fetches them from one buffer."""
+    """How many batches arrive damaged when another thread fetches them from one
+    buffer."""
     buffer, arrived = np.zeros(64), list[np.ndarray]()
 
     def fetch() -> None:
@@ -440,7 +457,8 @@ def torn(wait: bool, batches: int = 20) -> int:
 
     with ThreadPoolExecutor(1) as engine:
         for number in range(batches):
-            buffer[:] = number                       # read the next batch into the buffer
+            # read the next batch into the buffer
+            buffer[:] = number
             copied = engine.submit(fetch)
             if wait:
                 copied.result()                      # the event's job
@@ -504,18 +522,22 @@ lab.show("course.data.loaders.dali.hdf5_pipeline")
 # > and two threads. Give each as a share of what one thread reads from the page cache.
 
 # %%
-my_share = {"native, 0": 50.0, "native, 2": 100.0, "threads, 2": 90.0}          # your prediction, percent
+# your prediction, percent
+my_share = {"native, 0": 50.0, "native, 2": 100.0, "threads, 2": 90.0}
 
 # %%
 background_load.report()
-found = loaders.main(["train.global_batch=16"], True, ["native", "threads", "dali", "dali_numpy"], [1, 2], 0.1,
+found = loaders.main(["train.global_batch=16"], True,
+                     ["native", "threads", "dali", "dali_numpy"], [1, 2], 0.1,
                      torch.device("cpu"))
 
 # %%
-mine = {f"{kind}, {n}": speed for kind, speeds in found["loaders"].items() for n, speed in speeds.items()}
+mine = {f"{kind}, {n}": speed for kind, speeds in found["loaders"].items()
+        for n, speed in speeds.items()}
 floor = found["page cache to memory"]["1"]
 for name, predicted in my_share.items():
-    lab.beside(f"{name} workers, of the floor", predicted, 100 * mine[name] / floor, "%")
+    lab.beside(f"{name} workers, of the floor", predicted, 100 * mine[name] / floor,
+               "%")
 
 # %% [markdown]
 # **What you should see:** on small pairs, worker processes are *slower* than no workers. There is little to read, and
@@ -543,21 +565,31 @@ my_native, my_threads = 200.0, 400.0                 # your prediction, pairs/s
 
 # %%
 speeds = recorded["loaders"]
-lab.recorded("loaders_h200", {kind: {f"{n}": row.get(n, "") for n in ("0", *floors)} for kind, row in
-                              {"floor: page cache to memory": floors, **speeds}.items()},
+lab.recorded("loaders_h200", {kind: {f"{n}": row.get(n, "") for n in ("0", *floors)}
+                              for kind, row in
+                              {"floor: page cache to memory": floors,
+                               **speeds}.items()},
              why="Pairs per second; columns: worker processes or threads")
-lab.beside("\nnative, 8 processes", my_native, speeds["native"]["8"], "pairs/s", "recorded")
+lab.beside("\nnative, 8 processes", my_native, speeds["native"]["8"], "pairs/s",
+           "recorded")
 lab.beside("8 threads", my_threads, speeds["threads"]["8"], "pairs/s", "recorded")
 
 # %%
-recorded_rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
-needs = {"the model in bf16, compiled": recorded_rows["bf16, compiled"]["samples_per_s"],
+recorded_rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]
+                 if "samples_per_s" in row}
+needs = {"the model in bf16, "
+         "compiled": recorded_rows["bf16, compiled"]["samples_per_s"],
          "the model in TF32": recorded_rows["tf32, on the device"]["samples_per_s"]}
-lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),
-            f"Pairs per second against workers. The floor rises from {floors['1']:.0f} with one thread to "
-            f"{floors['16']:,.0f} with 16. DALI over .npy files and threads lie close to it, threads up to 12. "
-            "DALI over HDF5 is lower, and the DataLoader is the lowest. "
-            "A horizontal line for the compiled model lies between them, one for TF32 near the bottom")
+lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs,
+                                           "Loaders on an H200's machine, pairs of "
+                                           "41 MB"),
+            f"Pairs per second against workers. The floor rises from "
+            f"{floors['1']:.0f} with one thread to "
+            f"{floors['16']:,.0f} with 16. DALI over .npy files and threads lie close "
+            f"to it, threads up to 12. "
+            "DALI over HDF5 is lower, and the DataLoader is the lowest. A horizontal "
+            "line for the compiled model lies between them, one for TF32 near the "
+            "bottom")
 
 # %% [markdown]
 # **What you should see:** three kinds of loaders.
@@ -579,24 +611,32 @@ lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Lo
 # > lower of two numbers. Then think of what the two have to share.
 
 # %%
-my_rate = min(needs["the model in bf16, compiled"], speeds["threads"]["12"])    # your prediction: correct it
+# your prediction: correct it
+my_rate = min(needs["the model in bf16, compiled"], speeds["threads"]["12"])
 
 # %%
-lab.beside("bf16, compiled, threads", my_rate, recorded_rows["bf16, compiled, threads"]["samples_per_s"], "samples/s", "recorded")
+lab.beside("bf16, compiled, threads", my_rate,
+           recorded_rows["bf16, compiled, threads"]["samples_per_s"], "samples/s",
+           "recorded")
 
 # %%
 fed = {"TF32": {"random data on the device": "tf32, on the device",
                 "the training process reads": "tf32, read by the training process",
                 "8 processes of a DataLoader": "tf32, 8 loader processes"},
        "bf16, compiled": {"random data on the device": "bf16, compiled",
-                          "8 processes of a DataLoader": "bf16, compiled, 8 loader processes",
-                          "12 threads": "bf16, compiled, threads", "DALI, 12 processes": "bf16, compiled, DALI",
+                          "8 processes of a DataLoader": "bf16, compiled, 8 "
+                          "loader processes",
+                          "12 threads": "bf16, compiled, threads",
+                          "DALI, 12 processes": "bf16, compiled, DALI",
                           "DALI on .npy files": "bf16, compiled, DALI on .npy files"}}
-bars = {kind: {way: recorded_rows[name]["samples_per_s"] for way, name in ways.items()} for kind, ways in fed.items()}
-lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather model on one H200"),
-            "Bars of samples per second. Those in TF32 are short: reading in the training process is slower than "
-            "data on the device, 8 processes are about as fast. In bf16, 8 processes of a DataLoader are much "
-            "slower than data on the device; threads and both kinds of DALI are nearly as fast")
+bars = {kind: {way: recorded_rows[name]["samples_per_s"] for way, name in ways.items()}
+        for kind, ways in fed.items()}
+lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather "
+                               "model on one H200"),
+            "Bars of samples per second. Those in TF32 are short: reading in the "
+            "training process is slower than data on the device, 8 processes are "
+            "about as fast. In bf16, 8 processes of a DataLoader are much slower than "
+            "data on the device; threads and both kinds of DALI are nearly as fast")
 
 # %% [markdown]
 # **What you should see:** in TF32 the step itself is slow. Even a loader that makes it wait costs only
@@ -636,13 +676,18 @@ lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather
 
 # %%
 depths = [0, 1, 2, 4, 8, 16, 32]
-cases = {"always 0.8": [0.8] * 600, "0.8 on average, one in 20 takes 6": data_loading.read_times(0.8, 6.0, 20),
+cases = {"always 0.8": [0.8] * 600,
+         "0.8 on average, one in 20 takes 6": data_loading.read_times(0.8, 6.0, 20),
          "always 1.2": [1.2] * 600}
-lab.picture(style.curves({name: (depths, [100 * data_loading.waiting_share(times, 1.0, depth) for depth in depths])
+lab.picture(style.curves({name: (depths,
+                                 [100 * data_loading.waiting_share(times, 1.0, depth)
+                                  for depth in depths])
                             for name, times in cases.items()},
-                           "batches read ahead", "% of the time spent waiting", "A step takes 1; one reader"),
-            "Without reading ahead all three wait for about half of the time. Always 0.8 drops to zero with one batch "
-            "ahead. The second falls slowly, to 3% with 16 batches. Always 1.2 stays at a sixth, at any depth")
+                           "batches read ahead", "% of the time spent waiting",
+                         "A step takes 1; one reader"),
+            "Without reading ahead all three wait for about half of the time. Always "
+            "0.8 drops to zero with one batch ahead. The second falls slowly, to 3% "
+            "with 16 batches. Always 1.2 stays at a sixth, at any depth")
 
 # %% [markdown]
 # **What you should see:**
@@ -693,7 +738,8 @@ check("read-ahead")
 # > **Predict.** 60 steps without waiting take 0.72 s. How long do they take with a depth of 1, and how long with 4?
 
 # %%
-my_seconds = {0: 1.3, 1: 0.72, 4: 0.72}              # your prediction for 1 and 4; for 0 just add
+# your prediction for 1 and 4; for 0 just add
+my_seconds = {0: 1.3, 1: 0.72, 4: 0.72}
 
 # %%
 def slow_batches(count: int = 60) -> Iterator[int]:

@@ -117,7 +117,8 @@ my_largest = 1000.0              # your prediction
 my_sum = 257.0
 
 # %%
-lab.beside("the largest fp16", my_largest, torch.finfo(torch.float16).max, how="exactly")
+lab.beside("the largest fp16", my_largest, torch.finfo(torch.float16).max,
+           how="exactly")
 sum_in_bf16 = (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item()
 print(f"256 + 1 in bf16 is {sum_in_bf16:g}; you predicted {my_sum:g}")
 lab.picture(format_figures.ranges(),
@@ -125,8 +126,8 @@ lab.picture(format_figures.ranges(),
             "-126 to 128. Their pale subnormal parts add 23, 10 and 7 powers below. "
             "fp16 reaches from -24 to 16, E5M2 from -16 to 16, E4M3 from -9 to 9")
 lab.picture(format_figures.steps(),
-            "The numbers from 1 to 8 as ticks: bf16 has 128 between two powers of two, "
-            "E4M3 eight, E5M2 four")
+            "The numbers from 1 to 8 as ticks: bf16 has 128 between two powers of "
+            "two, E4M3 eight, E5M2 four")
 
 # %% [markdown]
 # A sum of squares soon exceeds 65,504. And bf16 has no 257: its steps between 256 and 512 are 2.
@@ -152,16 +153,23 @@ cpu = torch.device("cpu")
 
 def assemble(*overrides: str) -> Training:
     """The model of `make demo` with its optimizer and training step."""
-    settings = config.load("vit-demo", ["optim.schedule=constant", "train.device=cpu", *overrides])
-    return assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    settings = config.load("vit-demo", ["optim.schedule=constant", "train.device=cpu",
+                                        *overrides])
+    return assemble_training(settings,
+                             parallel.build_mesh(settings.parallel,
+                                                 parallel.World(device=cpu)))
 
 
 training = assemble()
 model, formats = training.model, dict[str, torch.dtype]()
-parts = {"embed.proj": "embedding", "blocks.0.norm1": "norm", "blocks.0.attn.qkv": "queries, keys, values",
-         "blocks.0.attn.core": "attention", "blocks.0.mlp.up": "MLP, first matrix", "blocks.0": "the residual sum after a block",
+parts = {"embed.proj": "embedding", "blocks.0.norm1": "norm",
+         "blocks.0.attn.qkv": "queries, keys, values",
+         "blocks.0.attn.core": "attention", "blocks.0.mlp.up": "MLP, first matrix",
+         "blocks.0": "the residual sum after a block",
          "head.norm": "last norm", "head.proj": "head"}
-handles = [model.get_submodule(name).register_forward_hook(lambda m, given, out, name=name: formats.update({name: out.dtype}))
+handles = [model.get_submodule(name).register_forward_hook(lambda m, given, out,
+                                                           name=name: formats.update(
+                                                               {name: out.dtype}))
            for name in parts]
 batch = model.prepare(model.example(4, cpu), torch.tensor(0))
 with number_formats.autocast("bf16", cpu):
@@ -173,7 +181,8 @@ for handle in handles:
 for name, what in parts.items():
     print(f"{what:32} {formats[name]}")
 print(f"{'loss':32} {total.dtype}")
-print(f"{'weights, and their gradients':32} {next(model.parameters()).dtype}, {next(model.parameters()).grad.dtype}")
+print(f"{'weights, and their gradients':32} {next(model.parameters()).dtype}, "
+      f"{next(model.parameters()).grad.dtype}")
 
 # %% [markdown]
 # Large matrix products return 16 bits. Whatever is added up stays in 32: the residual stream, the norms, the loss, the
@@ -208,8 +217,10 @@ my_lost = 10                     # your prediction, percent
 
 # %%
 training = assemble()
-gradients: dict[str, Tensor] = {}                    # of each linear's output in the last step
-amaxes: dict[str, list[float]] = {}                  # the largest magnitude of each, step by step
+# of each linear's output in the last step
+gradients: dict[str, Tensor] = {}
+# the largest magnitude of each, step by step
+amaxes: dict[str, list[float]] = {}
 
 
 def watch(name: str):
@@ -226,10 +237,12 @@ def watch(name: str):
 for name, module in training.model.named_modules():
     if name.startswith("blocks.") and isinstance(module, Linear):
         module.register_forward_hook(watch(name))
-loader = data.train_loader(training.config, training.mesh.dp, cpu, 0, training.model.example)
+loader = data.train_loader(training.config, training.mesh.dp, cpu, 0,
+                           training.model.example)
 for number in range(60):
     if number == 59:
-        before = torch.cat([p.detach().flatten().clone() for p in training.model.parameters()])
+        before = torch.cat([p.detach().flatten().clone()
+                            for p in training.model.parameters()])
     training.step(next(loader))
 loader.close()
 after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
@@ -239,12 +252,14 @@ direction = (after - before) / training.config.optim.lr
 def lost(lr: float) -> float:
     """Percent of the weights that an update leaves unchanged in bf16."""
     weights = before.bfloat16()
-    return 100 * ((weights.float() + lr * direction).bfloat16() == weights).float().mean().item()
+    return 100 * ((weights.float() + lr * direction).bfloat16()
+                  == weights).float().mean().item()
 
 
 rates = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 lab.beside("weights that do not move", my_lost, lost(1e-4), "%")
-lab.picture(style.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rates], [lost(rate) for rate in rates])},
+lab.picture(style.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rates],
+                                                   [lost(rate) for rate in rates])},
                            "learning rate", "% that do not move", "One step of Adam"),
             f"A falling curve: {lost(1e-5):.0f}% of the weights do not move with a "
             f"learning rate of 0.00001, {lost(3e-4):.0f}% with 0.0003, and "
@@ -270,8 +285,10 @@ my_worse = 50.0                  # your prediction, percent
 
 # %%
 def small_run(rounded: bool, steps: int = 160) -> Tensor:
-    """Losses of the small task of `course.lab.instruments.loss_curves`, in means of 20, without the first."""
-    small = loss_curves.assemble(("precision=bf16", "optim.lr=3e-4", "optim.schedule=constant", "optim.warmup=1"), cpu)
+    """Losses of the small task of `course.lab.instruments.loss_curves`, in means of 20,
+    without the first."""
+    small = loss_curves.assemble(("precision=bf16", "optim.lr=3e-4",
+                                  "optim.schedule=constant", "optim.warmup=1"), cpu)
     found = []
     for batch in loss_curves.batches(steps + 1):
         found.append(small.step(batch)[0])
@@ -281,9 +298,11 @@ def small_run(rounded: bool, steps: int = 160) -> Tensor:
 
 
 ends, master, rounded = range(20, 161, 20), small_run(False), small_run(True)
-lab.beside("higher without master weights", my_worse, 100 * (rounded[-1] / master[-1] - 1).item(), "%")
+lab.beside("higher without master weights", my_worse,
+           100 * (rounded[-1] / master[-1] - 1).item(), "%")
 lab.picture(style.curves({"master weights in float32": (ends, master.tolist()),
-                            "weights rounded to bf16": (ends, rounded.tolist())}, "step", "loss, means of 20",
+                            "weights rounded to bf16": (ends, rounded.tolist())},
+                         "step", "loss, means of 20",
                            "The same model, the same batches"),
             "Two falling curves. The curve of the rounded weights stays above the "
             "other, by a few percent at the end")
@@ -313,8 +332,10 @@ def zeros(x: Tensor) -> float:
 
 
 lab.beside("gradients that become zero in fp16", my_zeros, zeros(last), "%")
-lab.picture(format_figures.magnitudes({"gradients of the linears' outputs": last, "weights": after},
-                                     {"bf16": 1.0, "fp16": 1.0, "fp16, loss times 65536": 2.0**16},
+lab.picture(format_figures.magnitudes({"gradients of the linears' outputs": last,
+                                       "weights": after},
+                                     {"bf16": 1.0, "fp16": 1.0,
+                                      "fp16, loss times 65536": 2.0**16},
                                      "Numbers of one training step"),
             "Two humps over powers of two: weights around -5, gradients around -22, "
             "from -34 to -14. Three bars lie below. bf16 covers all numbers. fp16 "
@@ -364,7 +385,9 @@ my_skipped = 500                 # your prediction
 
 # %%
 generator = torch.Generator().manual_seed(0)
-largest = 0.3 * torch.exp(-torch.arange(20_000) / 6000) * torch.exp(0.25 * torch.randn(20_000, generator=generator))
+largest = 0.3 * torch.exp(-torch.arange(20_000)
+                          / 6000) * torch.exp(0.25 * torch.randn(20_000,
+                                                                 generator=generator))
 scale, good = torch.tensor(2.0**24), torch.tensor(0)
 scales, skipped = [], 0
 for amax in largest:
@@ -374,8 +397,9 @@ for amax in largest:
     skipped += int(bad)
 lab.beside("skipped steps", my_skipped, skipped, how="counted")
 lab.picture(style.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
-                            "the largest that would not overflow": (range(0, 20_000, 20),
-                                                                    (65504 / largest[::20]).log2().tolist())},
+                            "the largest that would not "
+                          "overflow": (range(0, 20_000, 20),
+                                      (65504 / largest[::20]).log2().tolist())},
                          "step", "power of two",
                          "The scale falls at once, then follows by trial and error"),
             "The largest scale without overflow is a noisy rising curve. The loss "
@@ -405,8 +429,10 @@ my_speedup = 2.0                 # your prediction
 
 # %%
 device = torch.device("cuda" if lab.gpu() else "cpu")
-seconds = {kind: timing.matmul(1024, 1024, 1024, kind, device) for kind in (torch.float32, torch.bfloat16)}
-lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32] / seconds[torch.bfloat16], "times")
+seconds = {kind: timing.matmul(1024, 1024, 1024, kind, device)
+           for kind in (torch.float32, torch.bfloat16)}
+lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32]
+           / seconds[torch.bfloat16], "times")
 
 # %% [markdown]
 # The data sheet of an H200 gives bf16 twice the peak of TF32. The reference model `vit-short` (4050 tokens) trains at
@@ -481,7 +507,10 @@ def error(x: Tensor, seen: Tensor) -> float:
 
 bell = torch.randn(100_000, generator=generator)
 for name, kind in (("E4M3", native.E4M3), ("E5M2", native.E5M2)):
-    lab.beside(name, my_error[name], error(bell, there_and_back(bell, torch.finfo(kind).max / bell.abs().max(), kind)), "%")
+    lab.beside(name, my_error[name], error(bell,
+                                           there_and_back(bell, torch.finfo(kind).max
+                                                          / bell.abs().max(), kind)),
+               "%")
 print(f"bf16 for comparison: {error(bell, bell.bfloat16().float()):.2f}%")
 
 # %% [markdown]
@@ -501,7 +530,9 @@ def rounded(x: Tensor) -> Tensor:
 
 
 for inner, predicted in my_product.items():
-    a, b = torch.randn(256, inner, generator=generator), torch.randn(inner, 256, generator=generator)
+    a, b = torch.randn(256, inner,
+                       generator=generator), torch.randn(inner, 256,
+                                                         generator=generator)
     off = error(a @ b, rounded(a) @ rounded(b))
     lab.beside(f"product, sums of {inner} terms", predicted, off, "%")
 
@@ -528,14 +559,17 @@ def gradient(training: Training, kind: str, batch: dict[str, Tensor]) -> Tensor:
     with number_formats.autocast(kind, cpu):
         output = training.model(batch)
     total, weight = training.model.loss(output, batch)
-    return torch.cat([x.flatten() for x in torch.autograd.grad(total / weight, list(training.model.parameters()))])
+    return torch.cat([x.flatten()
+                      for x in torch.autograd.grad(total / weight,
+                                                   list(training.model.parameters()))])
 
 
 exact = loss_curves.assemble(("precision=fp32",), cpu)
 coarse = loss_curves.assemble(("precision=fp8", "fp8.recipe=current"), cpu)
 in_fp32, in_fp8 = [], []
 for number, batch in enumerate(loss_curves.batches(125)):
-    if number > 60:                                  # 64 steps, each from the weights of that step
+    # 64 steps, each from the weights of that step
+    if number > 60:
         coarse.model.load_state_dict(exact.model.state_dict())
         in_fp32.append(gradient(exact, "fp32", batch))
         in_fp8.append(gradient(coarse, "fp8", batch))
@@ -543,7 +577,8 @@ for number, batch in enumerate(loss_curves.batches(125)):
 of_fp8 = [error(a, b) for a, b in zip(in_fp32, in_fp8, strict=True)]
 of_batch = [error(a, b) for a, b in zip(in_fp32[1:], in_fp32[:-1], strict=True)]
 lab.beside("gradient in FP8", my_fp8_gradient, sum(of_fp8) / len(of_fp8), "% off")
-lab.beside("gradient of the batch before", my_other_batch, sum(of_batch) / len(of_batch), "% off")
+lab.beside("gradient of the batch before", my_other_batch,
+           sum(of_batch) / len(of_batch), "% off")
 differences = torch.stack(in_fp8) - torch.stack(in_fp32)
 each = differences.norm(dim=1).mean()
 of_mean = (differences.mean(0).norm() / each).item()
@@ -587,26 +622,34 @@ my_ratio = 2.0                   # your prediction: the error of E4M3 over that 
 
 # %%
 def mean_error(kind: torch.dtype, headroom: float = 1.0) -> tuple[float, float]:
-    """Mean percent of error and of zeros; the scale is for `headroom` times the amax."""
+    """Mean percent of error and of zeros; the scale is for `headroom` times the
+    amax."""
     errors, gone = [], []
     for x in gradients.values():
-        seen = there_and_back(x, torch.finfo(kind).max / (headroom * x.abs().max()), kind)
+        seen = there_and_back(x, torch.finfo(kind).max / (headroom * x.abs().max()),
+                              kind)
         errors.append(error(x, seen))
         gone.append(100 * ((seen == 0) & (x != 0)).float().mean().item())
     return sum(errors) / len(errors), sum(gone) / len(gone)
 
 
-lab.beside("error of E4M3 over that of E5M2", my_ratio, mean_error(native.E4M3)[0] / mean_error(native.E5M2)[0])
-print("\nthe scale is made for an amax            E4M3: error, zeros       E5M2: error, zeros")
+lab.beside("error of E4M3 over that of E5M2", my_ratio, mean_error(native.E4M3)[0]
+           / mean_error(native.E5M2)[0])
+print("\nthe scale is made for an amax            E4M3: error, zeros       "
+      "E5M2: error, zeros")
 for headroom in (1.0, 1e2, 1e4, 1e6):
-    found = [f"{value:8.2f}%" for kind in (native.E4M3, native.E5M2) for value in mean_error(kind, headroom)]
+    found = [f"{value:8.2f}%" for kind in (native.E4M3, native.E5M2)
+             for value in mean_error(kind, headroom)]
     print(f"{headroom:>10,.0f} times the tensor's amax      "
           f"{found[0]} {found[1]}      {found[2]} {found[3]}")
 qkv = gradients["blocks.2.attn.qkv"]
-scale = {name: largest / qkv.abs().max().item() for name, largest in (("E4M3", 448), ("E5M2", 57344))}
+scale = {name: largest / qkv.abs().max().item()
+         for name, largest in (("E4M3", 448), ("E5M2", 57344))}
 lab.picture(format_figures.magnitudes({"gradients of queries, keys and values": qkv},
-                                     {"E5M2, right scale": scale["E5M2"], "E5M2, 10,000 times": scale["E5M2"] / 1e4,
-                                      "E4M3, right scale": scale["E4M3"], "E4M3, 10,000 times": scale["E4M3"] / 1e4},
+                                     {"E5M2, right scale": scale["E5M2"],
+                                      "E5M2, 10,000 times": scale["E5M2"] / 1e4,
+                                      "E4M3, right scale": scale["E4M3"],
+                                      "E4M3, 10,000 times": scale["E4M3"] / 1e4},
                                       "One linear's gradients, and the range of each "
                                       "format",
                                       -55, 0),
@@ -636,13 +679,16 @@ timed = {row["case"]: row for row in lab.results("fp8_h200")["parts"]}
 
 def total_ms(*kinds: str) -> float:
     """Milliseconds over the four linears of a layer."""
-    return sum(timed[f"{linear}: {kind}"]["ms"] for linear in ("qkv", "out", "up", "down") for kind in kinds)
+    return sum(timed[f"{linear}: {kind}"]["ms"]
+               for linear in ("qkv", "out", "up", "down") for kind in kinds)
 
 
 sixteen, eight = total_ms("y, bf16", "dx, bf16", "dW, bf16"), total_ms("y", "dx", "dW")
 casts, weight_casts = total_ms("cast x", "cast dy"), total_ms("cast W")
-lab.recorded("fp8_h200", {"three products in bf16": {"ms": sixteen}, "three products in FP8": {"ms": eight},
-                          "casts of x and dy": {"ms": casts}, "casts of W": {"ms": weight_casts}},
+lab.recorded("fp8_h200", {"three products in bf16": {"ms": sixteen},
+                          "three products in FP8": {"ms": eight},
+                          "casts of x and dy": {"ms": casts},
+                          "casts of W": {"ms": weight_casts}},
              why="Four linears of width 4096, 16,384 tokens")
 
 # %% [markdown]
@@ -652,7 +698,8 @@ lab.recorded("fp8_h200", {"three products in bf16": {"ms": sixteen}, "three prod
 my_width = 100                   # your prediction
 
 # %%
-gain = (sixteen - eight - weight_casts) / 4096**2                       # of time, for each h^2
+# of time, for each h^2
+gain = (sixteen - eight - weight_casts) / 4096**2
 break_even = casts / 4096 / gain
 lab.beside("FP8 pays from width", my_width, break_even, how="computed")
 bars = {}
@@ -663,7 +710,8 @@ for width in (384, 1024, 4096):
         "products": 100 * eight / sixteen,
         "casts": 100 * (casts * ratio + weight_casts * ratio**2) / (sixteen * ratio**2)}
 sums = {name: sum(parts.values()) for name, parts in bars.items() if "FP8" in name}
-lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by the arithmetic of this cell"),
+lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by the "
+                          "arithmetic of this cell"),
             f"Pairs of bars for three widths, with bf16 at 100%. The FP8 products take "
             f"{100 * eight / sixteen:.0f}%. With casts: "
             + ", ".join(f"{name} {total:.0f}%" for name, total in sums.items()))
@@ -685,18 +733,27 @@ lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by 
 my_fp8 = {384: 2.0, 1024: 2.0}   # your prediction, times
 
 # %%
-speeds = {row["configuration"]: row["samples_per_s"] for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
-print(f"bf16 over TF32: {speeds['bf16, on the device'] / speeds['tf32, on the device']:.1f} times")
-lab.beside("FP8 over bf16, width 384", my_fp8[384], speeds["fp8, compiled"] / speeds["bf16, compiled"], "times", "recorded")
-lab.beside("FP8 over bf16, width 1024", my_fp8[1024], speeds["width 1024: fp8, compiled"] / speeds["width 1024: bf16, compiled"],
+speeds = {row["configuration"]: row["samples_per_s"]
+          for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
+print(f"bf16 over TF32: "
+      f"{speeds['bf16, on the device'] / speeds['tf32, on the device']:.1f} times")
+lab.beside("FP8 over bf16, width 384", my_fp8[384], speeds["fp8, compiled"]
+           / speeds["bf16, compiled"], "times", "recorded")
+lab.beside("FP8 over bf16, width 1024", my_fp8[1024],
+           speeds["width 1024: fp8, compiled"] / speeds["width 1024: bf16, compiled"],
            "times", "recorded")
 
 # %%
-groups = {"fp32, on the device": "width 384", "tf32, on the device": "width 384", "fp16, on the device": "width 384",
-          "bf16, on the device": "width 384", "bf16, compiled": "width 384, compiled", "fp8, compiled": "width 384, compiled",
-          "width 1024: bf16, compiled": "width 1024, compiled", "width 1024: fp8, compiled": "width 1024, compiled"}
-panels = {panel: {name: speeds[name] for name, its in groups.items() if its == panel} for panel in dict.fromkeys(groups.values())}
-lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weather model on one H200"),
+groups = {"fp32, on the device": "width 384", "tf32, on the device": "width 384",
+          "fp16, on the device": "width 384",
+          "bf16, on the device": "width 384", "bf16, compiled": "width 384, compiled",
+          "fp8, compiled": "width 384, compiled",
+          "width 1024: bf16, compiled": "width 1024, compiled",
+          "width 1024: fp8, compiled": "width 1024, compiled"}
+panels = {panel: {name: speeds[name] for name, its in groups.items() if its == panel}
+          for panel in dict.fromkeys(groups.values())}
+lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weather "
+                               "model on one H200"),
             "Bars of samples per second. "
             + "; ".join(f"{name}: {speeds[name]:.0f}" for name in groups))
 
@@ -752,16 +809,22 @@ lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weath
 # > **Predict.** By how many percent do the last three differ from bf16 after 120 steps?
 
 # %%
-my_gap = {"native fp8, delayed": 5.0, "native fp8, gradients in E4M3": 5.0, loss_curves.FROZEN: 5.0}        # your prediction, %
+# your prediction, %
+my_gap = {"native fp8, delayed": 5.0, "native fp8, gradients in E4M3": 5.0,
+          loss_curves.FROZEN: 5.0}
 
 # %%
 names = ["fp32", loss_curves.REFERENCE, *my_gap]
-runs = {name: loss_curves.losses(loss_curves.CASES[name], cpu, 120, frozen=name == loss_curves.FROZEN) for name in names}
-gaps = {name: 100 * loss_curves.gap(run, runs[loss_curves.REFERENCE]) for name, run in runs.items()}
+runs = {name: loss_curves.losses(loss_curves.CASES[name], cpu, 120,
+                                 frozen=name == loss_curves.FROZEN) for name in names}
+gaps = {name: 100 * loss_curves.gap(run, runs[loss_curves.REFERENCE])
+        for name, run in runs.items()}
 for name, predicted in my_gap.items():
     lab.beside(name, predicted, gaps[name], "% from bf16, at most")
-lab.picture(style.curves({name: (range(20, 121, 20), loss_curves.means(run).tolist()) for name, run in runs.items()},
-                           "step", "loss, means of 20", "A small vision transformer on your machine"),
+lab.picture(style.curves({name: (range(20, 121, 20), loss_curves.means(run).tolist())
+                          for name, run in runs.items()},
+                           "step", "loss, means of 20", "A small vision transformer "
+                         "on your machine"),
             "The curves of fp32, bf16 and FP8 lie on each other. The curves with E4M3 "
             "gradients and with frozen scales stay above them, more and more")
 
@@ -826,7 +889,8 @@ def allowed(length: int) -> list[float]:
     for amax in one:
         found.append(largest_number / delayed_scale(history, largest_number).item())
         history = remember(history, torch.tensor([amax], dtype=torch.float64))
-    return found[1:]                                 # the first scale came from an empty history
+    # the first scale came from an empty history
+    return found[1:]
 
 
 let_through = {length: allowed(length) for length in (1, 16)}
@@ -834,9 +898,12 @@ for length, level in let_through.items():
     cut = sum(amax > most for amax, most in zip(one[1:], level, strict=True))
     lab.beside(f"clipped with a history of {length}", my_cut[length], cut,
                f"of {len(level)} steps", "counted")
-lab.picture(format_figures.amax_and_limits(one[1:], {f"let through by a history of {length}": level
-                                                    for length, level in let_through.items()},
-                                       "Gradients of queries, keys and values in one block"),
+lab.picture(format_figures.amax_and_limits(one[1:],
+                                           {f"let through by a history of "
+                                            f"{length}": level
+                                           for length, level in let_through.items()},
+                                       "Gradients of queries, keys and values in one "
+                                           "block"),
             "Dots that rise a hundredfold in 20 steps and then scatter. The staircase "
             "of a history of 16 follows the rise one step late and then stays above "
             "most dots. The line of a history of 1 repeats the dots one step later")
@@ -872,14 +939,22 @@ lab.picture(format_figures.amax_and_limits(one[1:], {f"let through by a history 
 
 # %%
 recorded = lab.results("curves_h200")
-lab.recorded("curves_h200", {name: {"last loss": loss_curves.means(torch.tensor(recorded["curves"][name]))[-1].item(),
-                                    "at most from bf16, %": 100 * gap} for name, gap in recorded["gap"].items()},
+lab.recorded("curves_h200",
+             {name: {"last loss": loss_curves.means(torch.tensor(
+                 recorded["curves"][name]))[-1].item(),
+                     "at most from bf16, %": 100 * gap}
+              for name, gap in recorded["gap"].items()},
              why="The same task, 300 steps")
-shown = [name for name in ("bf16", "native fp8, delayed", "TE, delayed", "TE, block", "native fp8, gradients in E4M3",
+shown = [name for name in ("bf16", "native fp8, delayed", "TE, delayed", "TE, block",
+                           "native fp8, gradients in E4M3",
                            loss_curves.FROZEN) if name in recorded["curves"]]
 points = range(loss_curves.MEAN, recorded["steps"] + 1, loss_curves.MEAN)
-lab.picture(style.curves({name: (points, loss_curves.means(torch.tensor(recorded["curves"][name])).tolist()) for name in shown},
-                           "step", "loss, means of 20", f"The same task on {recorded['hardware']}"),
+lab.picture(style.curves({name: (points,
+                                 loss_curves.means(torch.tensor(
+                                     recorded["curves"][name])).tolist())
+                          for name in shown},
+                           "step", "loss, means of 20",
+                         f"The same task on {recorded['hardware']}"),
             "bf16 and FP8 with renewed scales lie on each other and fall. The curves "
             "with E4M3 gradients and with frozen scales lie far above")
 
@@ -888,8 +963,11 @@ lab.picture(style.curves({name: (points, loss_curves.means(torch.tensor(recorded
 
 # %%
 rows = lab.results("fp8_h200")["rows"]
-lab.recorded("fp8_h200", {row["case"]: {"ms": row["ms"], "times bf16": row["times bf16"], "TFLOP/s": row["tflops"],
-                                        "GB": row["memory_gb"]} for row in rows if "ms" in row},
+lab.recorded("fp8_h200", {row["case"]: {"ms": row["ms"],
+                                        "times bf16": row["times bf16"],
+                                        "TFLOP/s": row["tflops"],
+                                        "GB": row["memory_gb"]} for row in rows
+                          if "ms" in row},
              why="8 layers of width 4096, 16,384 tokens")
 
 # %% [markdown]

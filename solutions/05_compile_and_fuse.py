@@ -105,7 +105,8 @@ B, T, D = 16, 1024, 768
 x, shift, scale = torch.randn(B, T, D), torch.randn(B, D), torch.randn(B, D)
 
 
-def chain(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:           # (B, T, D), 2 x (B, D)
+# (B, T, D), 2 x (B, D)
+def chain(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     n = F.layer_norm(x, x.shape[-1:], eps=1e-6)                         # (B, T, D)
     m = n * (1 + scale[:, None])                                        # (B, T, D)
     return m + shift[:, None]                                           # (B, T, D)
@@ -113,7 +114,8 @@ def chain(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:           # (B, T,
 
 copy_seconds = timing.seconds(lambda: x.clone(), cpu, laps=5)
 apart_seconds = timing.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
-lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds, "copies")
+lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds,
+           "copies")
 
 # %% [markdown]
 # **What you should see:** about three, or more. A copy makes two trips: `x` comes out of memory, and the copy goes in. The
@@ -123,8 +125,10 @@ lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds,
 # three for the chain. On a GPU PyTorch reuses freed memory, so only the trips count.
 
 # %%
-kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]), ("add", ["m"], ["y"])]
-lab.picture(fusion.trips({"one after another": kernels_apart, "fused": [("all three", ["x"], ["y"])]}),
+kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]),
+                 ("add", ["m"], ["y"])]
+lab.picture(fusion.trips({"one after another": kernels_apart,
+                          "fused": [("all three", ["x"], ["y"])]}),
             "Above, three kernels. Each has an arrow from memory and an arrow to "
             "memory: six trips. Below, one kernel with one arrow from memory and one "
             "to it: two trips")
@@ -186,17 +190,22 @@ my_gelu = 3.0                    # your prediction
 
 # %%
 whole, vector = x.nbytes, shift.nbytes
-modulated = [(["x"], "n"), (["scale"], "one_scale"), (["n", "one_scale"], "m"), (["m", "shift"], "y")]
+modulated = [(["x"], "n"), (["scale"], "one_scale"), (["n", "one_scale"], "m"),
+             (["m", "shift"], "y")]
 gated = [(["branch", "gate"], "scaled"), (["x", "scaled"], "y")]
-gelu = [(["x", "x"], "square"), (["square", "x"], "cube"), (["cube"], "a"), (["x", "a"], "b"), (["b"], "c"), (["c"], "tanh"),
+gelu = [(["x", "x"], "square"), (["square", "x"], "cube"), (["cube"], "a"),
+        (["x", "a"], "b"), (["b"], "c"), (["c"], "tanh"),
         (["tanh"], "d"), (["x", "d"], "e"), (["e"], "y")]
 ratios = {}
-for name, operators in {"modulated norm": modulated, "gated residual": gated, "GELU by its formula": gelu}.items():
+for name, operators in {"modulated norm": modulated, "gated residual": gated,
+                        "GELU by its formula": gelu}.items():
     names = {one for reads, written in operators for one in (*reads, written)}
-    sizes = {one: vector if one in ("scale", "one_scale", "shift", "gate") else whole for one in names}
+    sizes = {one: vector if one in ("scale", "one_scale", "shift", "gate") else whole
+             for one in names}
     apart, fused = fused_bytes(operators, sizes, kept=["y"])
     ratios[name] = apart / fused
-    print(f"{name:20} {apart / 1e6:7.1f} MB one after another, {fused / 1e6:6.1f} MB fused: "
+    print(f"{name:20} {apart / 1e6:7.1f} MB one after another, {fused / 1e6:6.1f} MB "
+          f"fused: "
           f"{ratios[name]:.1f} times as many")
 lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 
@@ -233,10 +242,13 @@ if compiler:
     compiled_chain = torch.compile(chain)
     begin = time.perf_counter()
     written, = kernel_counter.generated(lambda: compiled_chain(x, shift, scale))
-    print(f"the first call took {time.perf_counter() - begin:.1f} s; Inductor wrote {len(written)} kernel:", *written)
-    print("largest difference:", (compiled_chain(x, shift, scale) - chain(x, shift, scale)).abs().max().item())
+    print(f"the first call took {time.perf_counter() - begin:.1f} s; Inductor wrote "
+          f"{len(written)} kernel:", *written)
+    print("largest difference:", (compiled_chain(x, shift, scale)
+                                  - chain(x, shift, scale)).abs().max().item())
     fused_seconds = timing.seconds(lambda: compiled_chain(x, shift, scale), cpu, laps=5)
-    lab.beside("uncompiled over compiled", my_speedup, apart_seconds / fused_seconds, "times")
+    lab.beside("uncompiled over compiled", my_speedup, apart_seconds / fused_seconds,
+               "times")
 else:
     print("This cell needs a C++ compiler, and there is none here")
 
@@ -255,13 +267,16 @@ else:
 # %%
 peak_flops = 2 * 1024**3 / timing.matmul(1024, 1024, 1024, torch.float32, cpu)
 peak_bytes = 2 * x.nbytes / copy_seconds
-flops, sizes = 8 * x.numel(), {name: vector if name in ("scale", "one_scale", "shift") else whole
-                               for name in ("x", "n", "m", "y", "scale", "one_scale", "shift")}
+flops, sizes = 8 * x.numel(), {name: vector if name in ("scale", "one_scale", "shift")
+                               else whole
+                               for name in ("x", "n", "m", "y", "scale", "one_scale",
+                                            "shift")}
 apart, fused = fused_bytes(modulated, sizes, kept=["y"])
 points = {"one after another": (flops / apart, flops / apart_seconds)}
 if compiler:
     points["compiled"] = (flops / fused, flops / fused_seconds)
-lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points, "A modulated norm on this machine"),
+lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
+                           "A modulated norm on this machine"),
             "A roof that rises with arithmetic intensity and then is flat. Two marks "
             "lie near its slope, far left of the flat part. The compiled one lies "
             "further right and higher")
@@ -321,9 +336,12 @@ my_kernels = 10
 # %%
 torch.manual_seed(0)
 block = dit.AdaLNBlock(384, 6, 1536)
-tokens, condition = torch.randn(4, 256, 384, requires_grad=True), torch.randn(4, 384, requires_grad=True)
+tokens, condition = torch.randn(4, 256, 384,
+                                requires_grad=True), torch.randn(4, 384,
+                                                                 requires_grad=True)
 started = kernel_counter.operators(lambda: block(tokens, condition))
-kinds = ["matmul" if name == "addmm" else "attention" if "attention" in name else "pointwise" for name in started]
+kinds = ["matmul" if name == "addmm" else "attention" if "attention" in name
+         else "pointwise" for name in started]
 print(kernel_counter.format_counts(Counter(started)))
 lab.beside("operators", my_operators, len(started), how="counted")
 lab.beside("kernels, by your rule", my_kernels, kernels(kinds), how="counted")
@@ -347,16 +365,20 @@ def there_and_back(block: nn.Module) -> None:
 
 
 both_ways = kernel_counter.operators(lambda: there_and_back(block))
-print(f"uncompiled: {len(started)} operators forward, {len(both_ways) - len(started)} backward")
+print(f"uncompiled: {len(started)} operators forward, {len(both_ways) - len(started)} "
+      f"backward")
 block_ms = 1e3 * timing.seconds(lambda: there_and_back(block), cpu, laps=5)
 if compiler:
     compiled_block = torch.compile(block)
     forward, backward = kernel_counter.generated(lambda: there_and_back(compiled_block))
-    print(f"compiled:   {len(forward)} kernels forward, {len(backward)} backward. Forward:\n")
+    print(f"compiled:   {len(forward)} kernels forward, {len(backward)} "
+          f"backward. Forward:\n")
     print("\n".join(forward))
-    compiled_ms = 1e3 * timing.seconds(lambda: there_and_back(compiled_block), cpu, laps=5)
+    compiled_ms = 1e3 * timing.seconds(lambda: there_and_back(compiled_block), cpu,
+                                       laps=5)
     print(f"\nuncompiled {block_ms:.0f} ms, compiled {compiled_ms:.0f} ms")
-    lab.beside("uncompiled over compiled", my_block_speedup, block_ms / compiled_ms, "times")
+    lab.beside("uncompiled over compiled", my_block_speedup, block_ms / compiled_ms,
+               "times")
 else:
     print("This cell needs a C++ compiler, and there is none here")
 
@@ -399,7 +421,8 @@ parameters = [torch.randn(16, 16, requires_grad=True) for _ in range(100)]
 for parameter in parameters:
     parameter.grad = torch.randn(16, 16)
 adams = {}
-for name, options in {"a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+for name, options in {"a loop": {"foreach": False}, "foreach": {"foreach": True},
+                      "fused": {"fused": True}}.items():
     adam = torch.optim.Adam(parameters, 1e-3, **options)
     adam.step()                                      # the first step makes its states
     adams[name] = len(kernel_counter.operators(adam.step))
@@ -425,9 +448,12 @@ my_step, my_compiled_step = 1000, 500    # your predictions
 def started_in_a_step(depth: int) -> int:
     """Operators of one training step of a diffusion transformer with `depth` blocks."""
     settings = config.load("dit-demo", [f"model.depth={depth}", "train.device=cpu"])
-    training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    training = assemble.assemble(settings,
+                                 parallel.build_mesh(settings.parallel,
+                                                     parallel.World(device=cpu)))
     batch = training.model.example(2, cpu)
-    training.step(batch)                             # the first step makes the optimizer's states
+    # the first step makes the optimizer's states
+    training.step(batch)
     return len(kernel_counter.operators(lambda: training.step(batch)))
 
 
@@ -438,7 +464,8 @@ if compiler:
     left = of_28 - 28 * (len(both_ways) - len(forward) - len(backward))
     lab.beside("kernels, blocks compiled", my_compiled_step, left, how="counted")
 else:
-    print("Counting a compiled block's kernels needs a C++ compiler, and there is none here")
+    print("Counting a compiled block's kernels needs a C++ compiler, and "
+          "there is none here")
 
 # %% [markdown]
 # On a GPU the counts differ a little: the backward pass of a norm takes two or three kernels there. More than half of the
@@ -451,11 +478,13 @@ else:
 
 # %%
 steps = lab.results("profile_compiled_h200")["timelines"]
-lab.picture(profile.blocks({"eager": steps["16 samples, bf16"], "compiled": steps["16 samples, bf16, compiled"]},
+lab.picture(profile.blocks({"eager": steps["16 samples, bf16"],
+                            "compiled": steps["16 samples, bf16, compiled"]},
                            "Backward pass of one block on an H200 (recorded)"),
-            "Two rows of boxes over the same time axis. Both begin with attention, which takes more than half of the "
-            "time. Matrix products take about as long in both. Everything else takes less time in the compiled row, "
-            "which ends earlier.")
+            "Two rows of boxes over the same time axis. Both begin with attention, "
+            "which takes more than half of the time. Matrix products take about as "
+            "long in both. Everything else takes less time in the compiled row, which "
+            "ends earlier.")
 
 # %% [markdown]
 # Only the pale boxes shrink: norms, GELU, sums and casts. Attention is one kernel already, and matrix products stay as they
@@ -492,11 +521,15 @@ lab.beside("scores of a block", my_gb, score_bytes / 1e9, "GB", "computed")
 print(f"queries, keys, values and result together: {4 * activation / 1e9:.2f} GB")
 
 q, k, v = (torch.randn(2, 6, 512, 64, requires_grad=True) for _ in range(3))
-for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+for backend in (torch.nn.attention.SDPBackend.MATH,
+                torch.nn.attention.SDPBackend.FLASH_ATTENTION):
     with torch.nn.attention.sdpa_kernel(backend):
-        _, kept = tensor_memory.saved_for_backward(lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
-        calls = kernel_counter.operators(lambda: F.scaled_dot_product_attention(q, k, v))
-    print(f"{backend.name.lower():15} {len(calls)} operators; keeps {kept / q.nbytes:4.1f} times "
+        _, kept = tensor_memory.saved_for_backward(
+            lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
+        calls = kernel_counter.operators(lambda: F.scaled_dot_product_attention(
+            q, k, v))
+    print(f"{backend.name.lower():15} {len(calls)} operators; keeps "
+          f"{kept / q.nbytes:4.1f} times "
           "q's bytes, besides q, k and v")
 
 # %% [markdown]
@@ -516,9 +549,12 @@ for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBacken
 my_kept = 1.0                    # your prediction
 
 # %%
-x_small, shift_small, scale_small = (torch.randn(shape, requires_grad=True) for shape in ((4, 256, 384), (4, 384), (4, 384)))
-_, kept_apart = tensor_memory.saved_for_backward(lambda: chain(x_small, shift_small, scale_small))
-lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nbytes, how="counted")
+x_small, shift_small, scale_small = (torch.randn(shape, requires_grad=True)
+                                     for shape in ((4, 256, 384), (4, 384), (4, 384)))
+_, kept_apart = tensor_memory.saved_for_backward(lambda: chain(x_small, shift_small,
+                                                               scale_small))
+lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nbytes,
+           how="counted")
 
 # %% [markdown]
 # Two: the norm keeps `x`. The product keeps `n`, the other factor in the gradient of `scale`. But `n` follows from `x`
@@ -566,11 +602,17 @@ check("fused-modulate")
 my_kept_compiled = 2.0           # your prediction
 
 # %%
-_, kept_mine = tensor_memory.saved_for_backward(lambda: Modulate.apply(x_small, shift_small, scale_small, 1e-6))
-print(f"the chain {kept_apart / x_small.nbytes:.2f}, yours {kept_mine / x_small.nbytes:.2f} times x")
+_, kept_mine = tensor_memory.saved_for_backward(lambda: Modulate.apply(x_small,
+                                                                       shift_small,
+                                                                       scale_small,
+                                                                       1e-6))
+print(f"the chain {kept_apart / x_small.nbytes:.2f}, yours "
+      f"{kept_mine / x_small.nbytes:.2f} times x")
 if compiler:
-    _, kept_compiled = tensor_memory.saved_for_backward(lambda: torch.compile(chain)(x_small, shift_small, scale_small))
-    lab.beside("kept by the compiled chain", my_kept_compiled, kept_compiled / x_small.nbytes, how="counted")
+    _, kept_compiled = tensor_memory.saved_for_backward(lambda: torch.compile(chain)(
+        x_small, shift_small, scale_small))
+    lab.beside("kept by the compiled chain", my_kept_compiled,
+               kept_compiled / x_small.nbytes, how="counted")
 else:
     print("The compiled chain needs a C++ compiler, and there is none here")
 
@@ -588,29 +630,41 @@ settings = config.load("dit-demo")
 
 def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
     """All gradients of a batch, end to end, and what the forward pass keeps."""
-    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float64)
-    for number, parameter in enumerate(model.parameters()):             # gates start at zero and would block all gradients
-        parameter.data += 0.1 * random.normal(number, torch.arange(parameter.numel())).view_as(parameter)
+    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu,
+                                       torch.float64)
+    # gates start at zero and would block all gradients
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data += 0.1 * random.normal(number,
+                                              torch.arange(parameter.numel())).view_as(
+                                                  parameter)
     batch = model.prepare(model.example(4, cpu), torch.zeros((), dtype=torch.int64))
-    batch = {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
+    batch = {name: one.double() if one.is_floating_point() else one
+             for name, one in batch.items()}
 
     def fused(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return Modulate.apply(x, shift, scale, 1e-6)
 
     if mine:
         for part in [*model.blocks.values(), model.head]:
-            for name in [name for name, _ in part.named_children() if name.startswith("norm")]:
+            for name in [name for name, _ in part.named_children()
+                         if name.startswith("norm")]:
                 setattr(part, name, nn.Identity())
     with mock.patch.object(dit, "modulate", fused if mine else dit.modulate):
-        output, kept = tensor_memory.saved_for_backward(lambda: model(batch), model.parameters())
+        output, kept = tensor_memory.saved_for_backward(lambda: model(batch),
+                                                        model.parameters())
     total, weight = model.loss(output, batch)
     (total / weight).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), kept
+    return torch.cat([p.grad.flatten() for p in model.parameters()
+                      if p.grad is not None]), kept
 
 
-(its, kept_its), (mine, kept_with_mine) = gradients_and_bytes(False), gradients_and_bytes(True)
-print(f"gradients of all {len(its):,} parameters differ by {((mine - its).norm() / its.norm()).item():.1e}, relative")
-print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the library keeps")
+(its, kept_its), (mine,
+                  kept_with_mine) = gradients_and_bytes(False), gradients_and_bytes(
+                      True)
+print(f"gradients of all {len(its):,} parameters differ by "
+      f"{((mine - its).norm() / its.norm()).item():.1e}, relative")
+print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what "
+      f"the library keeps")
 
 # %% [markdown]
 # In float64 they match up to rounding. On a GPU your class alone would not be faster, because each of its lines is still a
@@ -628,8 +682,10 @@ print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the 
 my_graphs_of_sizes = 1           # your prediction
 
 # %%
-sizes_of_calls = [(torch.randn(n, 8, 16), torch.randn(n, 16), torch.randn(n, 16)) for n in (16, 16, 12, 10, 7)]
-lab.beside("graphs", my_graphs_of_sizes, len(kernel_counter.graphs(chain, *sizes_of_calls)), how="counted")
+sizes_of_calls = [(torch.randn(n, 8, 16), torch.randn(n, 16), torch.randn(n, 16))
+                  for n in (16, 16, 12, 10, 7)]
+lab.beside("graphs", my_graphs_of_sizes,
+           len(kernel_counter.graphs(chain, *sizes_of_calls)), how="counted")
 
 # %% [markdown]
 # Two. The first graph is for 16 samples only. When the size changes, Dynamo compiles once more with a variable size, and
@@ -649,16 +705,20 @@ my_whole, my_regional = 100, 100         # your predictions
 
 # %%
 deep = config.load("vit-demo", ["model.depth=12"])
-model = parallel.initialize_serial(models.build_model(deep.model), 0, cpu, torch.float32)
+model = parallel.initialize_serial(models.build_model(deep.model), 0, cpu,
+                                   torch.float32)
 batch = model.prepare(model.example(2, cpu), torch.zeros((), dtype=torch.int64))
 taken = {}
 with torch.no_grad():
-    for name, modules in (("whole", ()), ("block by block", tuple(model.blocks.values()))):
+    for name, modules in (("whole", ()), ("block by block",
+                                          tuple(model.blocks.values()))):
         begin = time.perf_counter()
         found = kernel_counter.graphs(lambda: model(batch), modules=modules)
         taken[name] = sum(map(len, found))
-        print(f"{name}: {len(found)} graph, recorded and run in {time.perf_counter() - begin:.1f} s")
-lab.beside("\noperations, the model as a whole", my_whole, taken["whole"], how="counted")
+        print(f"{name}: {len(found)} graph, recorded and run in "
+              f"{time.perf_counter() - begin:.1f} s")
+lab.beside("\noperations, the model as a whole", my_whole, taken["whole"],
+           how="counted")
 lab.beside("block by block", my_regional, taken["block by block"], how="counted")
 
 # %% [markdown]
@@ -691,8 +751,10 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 # exploding activations. People write such code in five minutes to find a problem, and it stays for years.
 
 # %%
-def tame_with_breaks(x: Tensor, sample: Tensor, limit: float) -> Tensor:        # (B, T, D), (B,)
-    real = x[sample >= 0]                                               # (real samples, T, D): padding has the id -1
+# (B, T, D), (B,)
+def tame_with_breaks(x: Tensor, sample: Tensor, limit: float) -> Tensor:
+    # (real samples, T, D): padding has the id -1
+    real = x[sample >= 0]
     largest = real.abs().max().item()
     print(f"the largest number is {largest:.3g}")
     if largest > limit:
@@ -712,7 +774,8 @@ my_graphs = 2                    # your prediction
 
 # %%
 example, ids = torch.randn(4, 8, 16), torch.tensor([3, 1, 4, -1])
-recorded = kernel_counter.graphs(tame_with_breaks, (example, ids, 1.0), (0.1 * example, ids, 1.0))
+recorded = kernel_counter.graphs(tame_with_breaks, (example, ids, 1.0),
+                                 (0.1 * example, ids, 1.0))
 print(*recorded, sep="\n")
 lab.beside("graphs", my_graphs, len(recorded), how="counted")
 
@@ -725,7 +788,8 @@ lab.beside("graphs", my_graphs, len(recorded), how="counted")
 # %%
 with kernel_counter.fresh_compilation():
     try:
-        torch.compile(tame_with_breaks, fullgraph=True, backend="eager")(example, ids, 1.0)
+        torch.compile(tame_with_breaks, fullgraph=True,
+                      backend="eager")(example, ids, 1.0)
     except Exception as error:
         reason, _, place = str(error).partition("from user code:")
         print(reason.splitlines()[0])
@@ -771,7 +835,8 @@ def tame(x: Tensor, sample: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 check("graph-break")
 
 # %%
-print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)), sep="\n")
+print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)),
+      sep="\n")
 
 # %% [markdown]
 # One graph for both calls. Inductor turns it into one reduction and one pass over `x`, and the host never waits. The
@@ -819,11 +884,15 @@ my_narrow_ms = 60.0              # your prediction
 
 # %%
 compared = ("bf16, on the device", "bf16, compiled", "bf16, compiled, narrow stream")
-lab.recorded("vit_h200", {name: {"ms a step": step_ms(name), "samples/s": rows[name]["samples_per_s"],
-                                 "first step after, s": rows[name]["first_s"]} for name in compared},
+lab.recorded("vit_h200", {name: {"ms a step": step_ms(name),
+                                 "samples/s": rows[name]["samples_per_s"],
+                                 "first step after, s": rows[name]["first_s"]}
+                          for name in compared},
              why="The reference model, whole training steps")
-lab.beside("\na step, compiled, narrow", my_narrow_ms, step_ms("bf16, compiled, narrow stream"), "ms", "recorded")
-lab.picture(style.grouped_bars({"16 samples": {name: step_ms(name) for name in compared}}, "ms a step",
+lab.beside("\na step, compiled, narrow", my_narrow_ms,
+           step_ms("bf16, compiled, narrow stream"), "ms", "recorded")
+lab.picture(style.grouped_bars({"16 samples": {name: step_ms(name)
+                                               for name in compared}}, "ms a step",
                                "vit-short on an H200",
                           {"bf16, compiled, narrow stream": my_narrow_ms}),
             "Bars of milliseconds a step. "
@@ -841,7 +910,8 @@ lab.picture(style.grouped_bars({"16 samples": {name: step_ms(name) for name in c
 my_flash_ms = 90.0               # your prediction
 
 # %%
-lab.beside("a step, compiled, attention=flash", my_flash_ms, step_ms("bf16, compiled, flash attention"), "ms", "recorded")
+lab.beside("a step, compiled, attention=flash", my_flash_ms,
+           step_ms("bf16, compiled, flash attention"), "ms", "recorded")
 
 # %% [markdown]
 # The arithmetic gives {result: flash_by_arithmetic | .0%} more time, the measurement {result: flash_measured | .0%}. Check
@@ -851,7 +921,8 @@ lab.beside("a step, compiled, attention=flash", my_flash_ms, step_ms("bf16, comp
 
 # %%
 extra = rows["bf16, compiled"]["first_s"] - rows["bf16, on the device"]["first_s"]
-print(f"The first step comes {extra:.1f} s later, and each step saves {eager_ms - fast_ms:.1f} ms: "
+print(f"The first step comes {extra:.1f} s later, and each step saves "
+      f"{eager_ms - fast_ms:.1f} ms: "
       f"compiling pays after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
 
 # %% [markdown]
@@ -867,11 +938,15 @@ my_small_speedup = 2.0
 # %%
 small_names = ("one sample: eager", "one sample: compiled")
 small, compiled_small = (rows[name] for name in small_names)
-lab.beside("kernels of a compiled step", my_kernels, compiled_small["kernels"], how="recorded")
-lab.beside("one sample, compiled over uncompiled", my_small_speedup, compiled_small["samples_per_s"] / small["samples_per_s"],
+lab.beside("kernels of a compiled step", my_kernels, compiled_small["kernels"],
+           how="recorded")
+lab.beside("one sample, compiled over uncompiled", my_small_speedup,
+           compiled_small["samples_per_s"] / small["samples_per_s"],
            "times", "recorded")
-lab.recorded("vit_h200", {name: {"kernels": rows[name]["kernels"], "ms a step": step_ms(name, 1),
-                                 "µs for each kernel": 1e3 * step_ms(name, 1) / rows[name]["kernels"]} for name in small_names},
+lab.recorded("vit_h200", {name: {"kernels": rows[name]["kernels"],
+                                 "ms a step": step_ms(name, 1),
+                                 "µs for each kernel": 1e3 * step_ms(name, 1)
+                                 / rows[name]["kernels"]} for name in small_names},
              why="One sample of a small model")
 
 # %% [markdown]

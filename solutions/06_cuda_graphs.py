@@ -66,7 +66,9 @@ from course.utils.errors import CourseError
 from course.lab.figures import style, cuda_graphs
 from course.lab.instruments import tensor_memory, background_load, cpu_graph
 from course.lab import notebook as lab
-from course.lab.exercises.lesson06_cuda_graphs import PEAK, RAMP, OnDevice, OnHost, eager_time, mean_square, on_host
+from course.lab.exercises.lesson06_cuda_graphs import (
+    PEAK, RAMP, OnDevice, OnHost, eager_time, mean_square, on_host
+)
 from course.lab.notebook import check
 
 lab.begin("06")
@@ -93,7 +95,8 @@ my_graphed_ms = 10.0             # your prediction
 small = [8.0, 1.0, 1.0, 1.5]     # microseconds of each, for one sample
 rows = {"eager": cuda_graphs.eager_bars([20.0] * 12, small * 3, 1.0),
         "graph": cuda_graphs.graph_bars(small * 3, 10.0, 1.0)}
-lab.picture(cuda_graphs.timeline(rows, title="twelve kernels: 20 µs for each launch, and all in a graph"),
+lab.picture(cuda_graphs.timeline(rows, title="twelve kernels: 20 µs for each launch, "
+                                 "and all in a graph"),
             "Four lanes. Eager: the host launches for 240 microseconds without a "
             "pause, and thin bars of work follow on the GPU, far apart. In a graph: "
             "one launch of 10 microseconds, then the same bars close together, done "
@@ -121,7 +124,8 @@ from course.lab.exercises.lesson06_cuda_graphs import break_even, graphed_time
 check("graph-gain")
 
 # %%
-lab.beside("1,000 kernels in a graph", my_graphed_ms, 1e3 * graphed_time([3e-6] * 1000, 10e-6, 1e-6), "ms", "computed")
+lab.beside("1,000 kernels in a graph", my_graphed_ms,
+           1e3 * graphed_time([3e-6] * 1000, 10e-6, 1e-6), "ms", "computed")
 
 # %% [markdown]
 # Now the GPU sets the pace: its work and its gaps are all that counts.
@@ -135,12 +139,17 @@ my_break_even = 32               # your prediction
 # %%
 works, batches = [1e-6 * work for work in small] * 100, [1, 2, 3, 4, 6, 8, 12, 16]
 scaled = {batch: [batch * work for work in works] for batch in batches}
-curve = style.curves({"launched one by one": (batches, [1e3 * eager_time([20e-6] * 400, w, 1e-6) for w in scaled.values()]),
-                        "as a graph": (batches, [1e3 * graphed_time(w, 10e-6, 1e-6) for w in scaled.values()])},
+curve = style.curves({"launched one by one": (batches,
+                                              [1e3 * eager_time([20e-6] * 400, w, 1e-6)
+                                               for w in scaled.values()]),
+                        "as a graph": (batches, [1e3 * graphed_time(w, 10e-6, 1e-6)
+                                                 for w in scaled.values()])},
                        "samples", "ms", "400 kernels")
-lab.picture(curve, "Launched one by one, a step takes 8 ms up to about 6 samples and then rises; as a graph it rises from 1.6 ms "
-            "at once, and the two meet where launching no longer matters")
-lab.beside("samples from which on a graph gains less than 10%", my_break_even, break_even(works, 20e-6, 10e-6, 1e-6, 0.1),
+lab.picture(curve, "Launched one by one, a step takes 8 ms up to about 6 samples and "
+            "then rises; as a graph it rises from 1.6 ms at once, and the two meet "
+            "where launching no longer matters")
+lab.beside("samples from which on a graph gains less than 10%", my_break_even,
+           break_even(works, 20e-6, 10e-6, 1e-6, 0.1),
            how="computed")
 
 # %% [markdown]
@@ -184,7 +193,8 @@ def address(tensor: Tensor) -> str:
 
 
 for call in graph.calls:
-    print(f"{call.name:4} reads {', '.join(map(address, cpu_graph.find_tensors(call.arguments)))}, "
+    print(f"{call.name:4} reads "
+          f"{', '.join(map(address, cpu_graph.find_tensors(call.arguments)))}, "
           f"writes {', '.join(map(address, call.new_tensors.values()))}")
 print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
 
@@ -314,23 +324,30 @@ check("static-buffers")
 
 # %%
 cpu = torch.device("cpu")
-tiny = ["data.source=mock", "train.device=cpu", "train.steps=40", "optim.warmup=4", "model.grid=[8,16]", "model.dim=32",
+tiny = ["data.source=mock", "train.device=cpu", "train.steps=40", "optim.warmup=4",
+        "model.grid=[8,16]", "model.dim=32",
         "model.heads=2"]
 
 
 def assembled(*overrides: str) -> assemble.Training:
     """The library's training of a tiny model, always from the same weights."""
     settings = config.load("vit-demo", [*tiny, *overrides])
-    return assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    return assemble.assemble(settings,
+                             parallel.build_mesh(settings.parallel,
+                                                 parallel.World(device=cpu)))
 
 
 one, other = assembled("model.dropout=0.2"), assembled("model.dropout=0.2")
 captured = Captured(other.step, cpu)
-pairs = [(one.step(batch)[0], captured(batch)[0]) for batch in (one.model.example(4, cpu, 4 * number) for number in range(12))]
-same = [torch.equal(p, q) for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True)]
-print(f"{sum(torch.equal(a, b) for a, b in pairs)} of {len(pairs)} losses and {sum(same)} of {len(same)} parameters are equal, "
+pairs = [(one.step(batch)[0], captured(batch)[0])
+         for batch in (one.model.example(4, cpu, 4 * number) for number in range(12))]
+same = [torch.equal(p, q) for p, q in zip(one.model.parameters(),
+                                          other.model.parameters(), strict=True)]
+print(f"{sum(torch.equal(a, b) for a, b in pairs)} of {len(pairs)} losses and "
+      f"{sum(same)} of {len(same)} parameters are equal, "
       f"bit for bit; Adam counts {int(other.progress.step)} steps")
-print("most frequent on the tape:", Counter(call.name for call in captured.graph.calls).most_common(6))
+print("most frequent on the tape:",
+      Counter(call.name for call in captured.graph.calls).most_common(6))
 
 # %% [markdown]
 # They are bit-for-bit equal. The tape recorded forward pass, backward pass and optimizer as one list, and replaying it is
@@ -381,7 +398,8 @@ with tensor_memory.MemoryMeter() as eager:
 captured = Captured(other.step, cpu)
 for _ in range(4):
     captured(batch)
-lab.beside("the tape's memory over an eager step's", my_memory, captured.graph.bytes / eager.peak, "times", "counted")
+lab.beside("the tape's memory over an eager step's", my_memory,
+           captured.graph.bytes / eager.peak, "times", "counted")
 
 # %% [markdown]
 # A CUDA graph reuses memory and costs far less. On an H200 the peak grows by {result: extra_small | .1%} for a small model
@@ -400,9 +418,11 @@ my_gain = {1: 5.0, 64: 1.0}      # your prediction, times
 
 # %%
 def medians(*steps: Callable[[], object], rounds: int = 25) -> list[float]:
-    """Median milliseconds of each step. They take turns, so a busy moment hits all alike."""
+    """Median milliseconds of each step. They take turns, so a busy moment hits all
+    alike."""
     times: list[list[float]] = [[] for _ in steps]
-    for _, (step, taken) in itertools.product(range(rounds), zip(steps, times, strict=True)):
+    for _, (step, taken) in itertools.product(range(rounds),
+                                              zip(steps, times, strict=True)):
         begin = time.perf_counter()
         step()
         taken.append(time.perf_counter() - begin)
@@ -422,17 +442,21 @@ def eager_and_replayed(samples: int) -> tuple[float, float]:
 
 background_load.report()
 threads = torch.get_num_threads()
-torch.set_num_threads(1)         # threads of such small operations mostly wait for one another
+# threads of such small operations mostly wait for one another
+torch.set_num_threads(1)
 found = {samples: eager_and_replayed(samples) for samples in (1, 4, 16, 64)}
 torch.set_num_threads(threads)
 gains = {samples: eager / replayed for samples, (eager, replayed) in found.items()}
 curve = style.curves({"eager": (list(found), [eager for eager, _ in found.values()]),
-                        "replayed": (list(found), [replayed for _, replayed in found.values()])}, "samples", "ms",
+                        "replayed": (list(found),
+                                     [replayed for _, replayed in found.values()])},
+                     "samples", "ms",
                        "a step of the tiny model on one core of this machine")
-lab.picture(curve, "Two rising lines: the eager step lies above the replayed one for every "
-            "batch. On Linux the distance grows with the batch")
+lab.picture(curve, "Two rising lines: the eager step lies above the replayed one for "
+            "every batch. On Linux the distance grows with the batch")
 for samples, predicted in my_gain.items():
-    lab.beside(f"eager over replayed, {samples} sample{'s' if samples > 1 else ''}", predicted, gains[samples], "times")
+    lab.beside(f"eager over replayed, {samples} sample{'s' if samples > 1 else ''}",
+               predicted, gains[samples], "times")
 
 # %% [markdown]
 # **What you should see:** with one sample the eager step takes about one and a half times as long. That is the Python of a
@@ -466,8 +490,10 @@ one, other = assembled(), assembled()
 captured, batch = Captured(other.step, cpu), one.model.example(64, cpu)
 for _ in range(4):
     captured(batch)
-print(f"64 samples: {new_pages(lambda: one.step(batch)):,.0f} new pages in an eager step, "
-      f"{new_pages(lambda: captured(batch)):,.0f} in a replay; a page has {resource.getpagesize()} bytes")
+print(f"64 samples: {new_pages(lambda: one.step(batch)):,.0f} new pages in "
+      f"an eager step, "
+      f"{new_pages(lambda: captured(batch)):,.0f} in a replay; a page has "
+      f"{resource.getpagesize()} bytes")
 torch.set_num_threads(threads)
 
 # %% [markdown]
@@ -531,7 +557,8 @@ with cpu_graph.capturing(frozen):
     count += 1
 for _ in range(3):
     frozen.replay()
-print(f"rate {rate.item()}, count {count}; the rate of the third step is {PEAK * 3 / RAMP}")
+print(f"rate {rate.item()}, count {count}; the rate of the third step is "
+      f"{PEAK * 3 / RAMP}")
 
 # %% [markdown]
 # The graph never learned that there was a count. No error points to frozen values, so look for them: learning rates, loss
@@ -613,7 +640,8 @@ check("decided-on-device")
 # the dropped share, so they end near three quarters of that.
 
 # %%
-state = OnDevice(torch.zeros(3, requires_grad=True), torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64))
+state = OnDevice(torch.zeros(3, requires_grad=True), torch.zeros((), dtype=torch.int64),
+                 torch.zeros((), dtype=torch.int64))
 generator = torch.Generator().manual_seed(6)
 truth = torch.tensor([1.0, -2.0, 0.5])
 captured_batch = {"x": torch.zeros(64, 3), "y": torch.zeros(64)}
@@ -621,11 +649,13 @@ skipping = cpu_graph.Graph()
 with cpu_graph.capturing(skipping):
     loss = on_device(state, captured_batch)
 for number in range(20):
-    captured_batch["x"].copy_(torch.randn(64, 3, generator=generator) if number != 10 else torch.full((64, 3), torch.nan))
+    captured_batch["x"].copy_(torch.randn(64, 3, generator=generator) if number != 10
+                              else torch.full((64, 3), torch.nan))
     torch.mv(captured_batch["x"], truth, out=captured_batch["y"])
     skipping.replay()
     if number % 5 == 0:
-        print(f"step {int(state.count):2}, loss {loss.item():8.4f}, skipped {int(state.skipped)}, "
+        print(f"step {int(state.count):2}, loss {loss.item():8.4f}, skipped "
+              f"{int(state.skipped)}, "
               f"weight {[round(w, 2) for w in state.weight.tolist()]}")
 
 # %% [markdown]
@@ -674,11 +704,14 @@ my_times = 2.0                   # your prediction
 
 # %%
 recorded_rows = {row["configuration"]: row for row in lab.results("vit_h200")["rows"]}
-SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
+SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph",
+         "compiled": "one sample: compiled",
          "compiled, in a graph": "one sample: compiled, in a graph"}
-LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}
+LARGE = {"compiled": "bf16, compiled",
+         "compiled, in a graph": "bf16, compiled, in a graph"}
 speed = {label: recorded_rows[name]["samples_per_s"] for label, name in SMALL.items()}
-lab.beside("one sample, in a graph, over eager", my_times, speed["in a graph"] / speed["eager"], "times", "recorded")
+lab.beside("one sample, in a graph, over eager", my_times,
+           speed["in a graph"] / speed["eager"], "times", "recorded")
 for label in ("eager", "in a graph"):
     print(f"{label}: {1e6 / speed[label] / operations:.0f} µs for each operation")
 
@@ -694,8 +727,10 @@ my_fewer_kernels = 1.5
 
 # %%
 both = speed["compiled, in a graph"]
-lab.beside("compiled, in a graph, over compiled", my_compiled_times, both / speed["compiled"], "times", "recorded")
-lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels, both / speed["in a graph"], "times", "recorded")
+lab.beside("compiled, in a graph, over compiled", my_compiled_times,
+           both / speed["compiled"], "times", "recorded")
+lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels,
+           both / speed["in a graph"], "times", "recorded")
 
 # %% [markdown]
 # The graph removes the host, and compiling reduces kernels and bytes.
@@ -709,7 +744,8 @@ my_percent = 10                  # your prediction
 # %%
 large = {label: recorded_rows[name]["samples_per_s"] for label, name in LARGE.items()}
 more = 100 * (large["compiled, in a graph"] / large["compiled"] - 1)
-print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large['compiled']:.1f} ms a step, then "
+print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: "
+      f"{1e3 * 16 / large['compiled']:.1f} ms a step, then "
       f"{1e3 * 16 / large['compiled, in a graph']:.1f} ms")
 
 # %% [markdown]
@@ -718,19 +754,26 @@ print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large
 
 # %%
 about = lab.results("vit_h200")
-speeds = {"12 layers of width 768, 256 tokens, one sample": speed, "the reference model, 16 samples": large}
-lab.picture(style.grouped_bars(speeds, "samples/s", f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
+speeds = {"12 layers of width 768, 256 tokens, one sample": speed,
+          "the reference model, 16 samples": large}
+lab.picture(style.grouped_bars(speeds, "samples/s", f"training steps in bf16, "
+                               f"{about['hardware']}, PyTorch {about['torch']}"),
             "Bars of samples per second. "
-            + ". ".join(f"{model}: " + ", ".join(f"{label} {per_s:.0f}" for label, per_s in bars.items())
+            + ". ".join(f"{model}: " + ", ".join(f"{label} {per_s:.0f}"
+                                                 for label, per_s in bars.items())
                         for model, bars in speeds.items()))
-lab.beside("\none sample of the tiny model, replayed from a tape on your machine", my_gain[1], gains[1], "times")
+lab.beside("\none sample of the tiny model, replayed from a tape on your machine",
+           my_gain[1], gains[1], "times")
 
 # %%
 if lab.gpu():
     def milliseconds(*overrides: str) -> float:
         """Of a step on the GPU: the mean of twenty, after five warm-up steps."""
-        settings = config.load("vit-demo", ["data.source=mock", "train.device=cuda", "precision=bf16", *overrides])
-        training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cuda")))
+        settings = config.load("vit-demo", ["data.source=mock", "train.device=cuda",
+                                            "precision=bf16", *overrides])
+        training = assemble.assemble(settings,
+                                     parallel.build_mesh(settings.parallel,
+                                                         parallel.join("cuda")))
         batch = training.model.example(1, torch.device("cuda"))
         for _ in range(5):
             training.step(batch)
@@ -741,7 +784,8 @@ if lab.gpu():
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begin) / 20
 
-    print(f"vit-demo, one sample: eager {milliseconds():.2f} ms, in a graph {milliseconds('graphs=true'):.2f} ms")
+    print(f"vit-demo, one sample: eager {milliseconds():.2f} ms, in a graph "
+          f"{milliseconds('graphs=true'):.2f} ms")
 else:
     print("There is no GPU here: the numbers above are those of an H200.")
 

@@ -88,19 +88,26 @@ my_difference = 0.01             # your prediction
 # %%
 settings = tiny_training.settings("train.global_batch=6")
 model, _ = tiny_training.model(settings, tiny_training.mesh(settings), seed=0)
-whole = model.prepare(tiny_training.random_batch(torch.Generator().manual_seed(0), settings, 6, padding=1), torch.tensor(0))
-halves = [{name: tensor[part] for name, tensor in whole.items()} for part in (slice(0, 3), slice(3, 6))]
+whole = model.prepare(tiny_training.random_batch(torch.Generator().manual_seed(0),
+                                                 settings, 6, padding=1),
+                      torch.tensor(0))
+halves = [{name: tensor[part] for name, tensor in whole.items()}
+          for part in (slice(0, 3), slice(3, 6))]
 
 
 def gradient(batch: dict[str, Tensor], factor: float) -> Tensor:
-    """The gradient of factor x the sum of the samples' losses, all parameters end to end."""
+    """The gradient of factor x the sum of the samples' losses, all parameters end to
+    end."""
     total, _ = model.loss(model(batch), batch)
-    return torch.cat([part.flatten() for part in torch.autograd.grad(factor * total, list(model.parameters()))])
+    return torch.cat([part.flatten()
+                      for part in torch.autograd.grad(factor * total,
+                                                      list(model.parameters()))])
 
 
 right = gradient(whole, 1 / 5)
 own_means = (gradient(halves[0], 1 / 3) + gradient(halves[1], 1 / 2)) / 2
-lab.beside("difference of the average of own means", my_difference, ((own_means - right).norm() / right.norm()).item())
+lab.beside("difference of the average of own means", my_difference,
+           ((own_means - right).norm() / right.norm()).item())
 
 # %% [markdown]
 # The average is wrong, here by a sixth, because each sample of the second half counts more than one of the first. A run
@@ -113,7 +120,8 @@ lab.beside("difference of the average of own means", my_difference, ((own_means 
 
 # %%
 shares = (gradient(halves[0], 2 / 5) + gradient(halves[1], 2 / 5)) / 2
-print(f"difference with the rule sum x dp / W: {((shares - right).norm() / right.norm()).item():.1e}")
+print(f"difference with the rule sum x dp / W: "
+      f"{((shares - right).norm() / right.norm()).item():.1e}")
 
 # %% [markdown]
 # The remaining difference is rounding. The rule holds for any number of ranks and any padding. Computing $W$ costs one
@@ -134,23 +142,29 @@ print(f"difference with the rule sum x dp / W: {((shares - right).norm() / right
 # > **Predict.** Which of these will be the same on both ranks: the ids of the samples, the weights, the gradients?
 
 # %%
-LAYOUT = ["data.source=mock", "train.device=cpu", "train.threads=1", "optim.warmup=0", "optim.schedule=constant"]
+LAYOUT = ["data.source=mock", "train.device=cpu", "train.threads=1", "optim.warmup=0",
+          "optim.schedule=constant"]
 
 
 def look(settings):
     mesh = parallel.build_mesh(settings.parallel, parallel.join("cpu"))
     training = assemble.assemble(settings, mesh)
     mine = slice(4 * mesh.dp.rank, 4 * mesh.dp.rank + 4)
-    batch = {name: tensor[mine] for name, tensor in training.model.example(8, torch.device("cpu")).items()}
+    batch = {name: tensor[mine]
+             for name, tensor in training.model.example(8, torch.device("cpu")).items()}
     batch = training.model.prepare(batch, training.progress.step)
     total, _ = training.model.loss(training.model(batch), batch)
     (total * mesh.dp.size / 8).backward()
     gradients = torch.cat([p.grad.flatten() for p in training.model.parameters()])
-    return (f"rank {mesh.dp.rank}: samples {batch['sample'].tolist()}, norm of all weights "
-            f"{tiny_training.flat_parameters(training.model).norm():.6f}, of all gradients {gradients.norm():.6f}")
+    return (f"rank {mesh.dp.rank}: samples {batch['sample'].tolist()}, norm "
+            f"of all weights "
+            f"{tiny_training.flat_parameters(training.model).norm():.6f}, of all "
+            f"gradients {gradients.norm():.6f}")
 
 
-for line in ranks(2)(look, config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "parallel.data=naive"])):
+for line in ranks(2)(look, config.load("vit-demo",
+                                       [*LAYOUT, "parallel.dp=2",
+                                        "parallel.data=naive"])):
     print(line)
 
 # %% [markdown]
@@ -274,7 +288,8 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in one_way])
 
 # %%
 slider = widgets.explore(lambda step: data_parallel.ring(4, step), step=list(range(7)),
-                         alt="A table of ranks and pieces: how many ranks' numbers each piece contains. "
+                         alt="A table of ranks and pieces: how many ranks' numbers "
+                         "each piece contains. "
                              "An arrow marks the piece that each rank sends next.")
 
 # %% [markdown]
@@ -392,11 +407,13 @@ my_distance = 1.0                # your prediction, for none
 
 # %%
 def distance(settings, steps):
-    """The largest difference between the two ranks' weights after these steps, in learning rates."""
+    """The largest difference between the two ranks' weights after these steps, in
+    learning rates."""
     mesh = parallel.build_mesh(settings.parallel, parallel.join("cpu"))
     training = assemble.assemble(settings, mesh)
     everyone = training.model.example(8, torch.device("cpu"))
-    batch = {name: tensor[4 * mesh.dp.rank:4 * mesh.dp.rank + 4] for name, tensor in everyone.items()}
+    batch = {name: tensor[4 * mesh.dp.rank:4 * mesh.dp.rank + 4]
+             for name, tensor in everyone.items()}
     for _ in range(steps):
         training.step(batch)
     mine = tiny_training.flat_parameters(training.model)
@@ -409,9 +426,12 @@ def distance(settings, steps):
 
 apart = {}
 for method in ("naive", "none"):
-    settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2", f"parallel.data={method}", "train.global_batch=8"])
+    settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2",
+                                        f"parallel.data={method}",
+                                        "train.global_batch=8"])
     apart[method] = ranks(2)(distance, settings, 5)[0]
-print(f"naive: the weights of the two ranks differ by {apart['naive']:.1e} learning rates")
+print(f"naive: the weights of the two ranks differ by {apart['naive']:.1e} "
+      f"learning rates")
 lab.beside("none: they differ by", my_distance, apart["none"], "learning rates")
 
 # %% [markdown]
@@ -460,19 +480,27 @@ check("collective-times")
 
 # %%
 def gpt(backward: float = 0.062) -> list[tuple[float, float]]:
-    """(seconds, bytes) of each gradient in the order of backward: 24 blocks of four matrices each."""
-    matrices = [4 * 1024**2, 4 * 1024**2, 1024**2, 3 * 1024**2]         # second and first of the MLP, attention's out, its QKV
-    return 24 * [(backward / 24 * size / sum(matrices), 4.0 * size) for size in matrices]
+    """(seconds, bytes) of each gradient in the order of backward: 24 blocks of four
+    matrices each."""
+    # second and first of the MLP, attention's out, its QKV
+    matrices = [4 * 1024**2, 4 * 1024**2, 1024**2, 3 * 1024**2]
+    return 24 * [(backward / 24 * size / sum(matrices), 4.0 * size)
+                 for size in matrices]
 
 
 def overlap_at(bucket_mb: float, gigabytes_per_s: float):
     """The timeline of backward and the all-reduces of its buckets."""
     ready, loads = data_parallel.fill_buckets(gpt(), bucket_mb * 1e6)
-    spans = collective_times(ready, [data_parallel.all_reduce_seconds(load, 4, gigabytes_per_s * 1e9, 20e-6) for load in loads])
+    spans = collective_times(ready,
+                             [data_parallel.all_reduce_seconds(load, 4, gigabytes_per_s
+                                                               * 1e9, 20e-6)
+                              for load in loads])
     exposed = 1e3 * (spans[-1][1] - ready[-1])
     buckets = f"{len(loads)} bucket{'s' * (len(loads) > 1)} of {bucket_mb} MB"
-    return data_parallel.timeline({"backward": list(pairwise([0.0, *ready])), "network": spans}, ready[-1],
-                                 f"{buckets} at {gigabytes_per_s} GB/s: {exposed:.2f} ms exposed")
+    return data_parallel.timeline({"backward": list(pairwise([0.0, *ready])),
+                                   "network": spans}, ready[-1],
+                                 f"{buckets} at {gigabytes_per_s} GB/s: {exposed:.2f} "
+                                  f"ms exposed")
 
 
 nvlink = lab.results("beginning_h200")["all_reduce"]["4"]["512"]      # GB/s
@@ -523,8 +551,12 @@ def by_turns(alone, together, turns=8, steps=3):
     """Seconds of a step for each turn: (by rank 0 alone, by all ranks together)."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    trainings = [assemble.assemble(alone, parallel.build_mesh(alone.parallel, parallel.World(device=cpu))),
-                 assemble.assemble(together, parallel.build_mesh(together.parallel, parallel.join("cpu")))]
+    trainings = [assemble.assemble(alone,
+                                   parallel.build_mesh(alone.parallel,
+                                                       parallel.World(device=cpu))),
+                 assemble.assemble(together,
+                                   parallel.build_mesh(together.parallel,
+                                                       parallel.join("cpu")))]
     batch = trainings[0].model.example(4, cpu)
     times = []
     for _ in range(turns + 1):
@@ -543,11 +575,16 @@ background_load.report()
 single = config.load("vit-demo", [*LAYOUT, "train.global_batch=4"])
 efficiency = {}
 for method in ("none", "naive", "bucketed", "ddp"):
-    settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2", f"parallel.data={method}", "train.global_batch=8"])
+    settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2",
+                                        f"parallel.data={method}",
+                                        "train.global_batch=8"])
     times = ranks(2)(by_turns, single, settings)[0]
-    alone, together = (statistics.median(turn[which] for turn in times) for which in (0, 1))
-    efficiency[method] = statistics.median(alone / together for alone, together in times)
-    print(f"{method:10} one rank {1e3 * alone:6.1f} ms a step of 4 samples, two {1e3 * together:6.1f} ms of 8: "
+    alone, together = (statistics.median(turn[which] for turn in times)
+                       for which in (0, 1))
+    efficiency[method] = statistics.median(alone / together
+                                           for alone, together in times)
+    print(f"{method:10} one rank {1e3 * alone:6.1f} ms a step of 4 samples, two "
+          f"{1e3 * together:6.1f} ms of 8: "
           f"efficiency {100 * efficiency[method]:.0f}%")
 lab.beside("\nweak scaling efficiency, bucketed", my_efficiency, efficiency["bucketed"])
 
@@ -637,19 +674,23 @@ check("overlap")
 # %%
 def watched_step(settings):
     with lab.yours(partition_into_buckets, gradient_ready, start_mean, finish_mean):
-        training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cpu")))
+        training = assemble.assemble(settings,
+                                     parallel.build_mesh(settings.parallel,
+                                                         parallel.join("cpu")))
         torch.set_num_threads(1)
         batch = training.model.example(4, torch.device("cpu"))
         steps = [bucket_timeline.record_step(training, batch) for _ in range(4)]
         return steps[-1]                             # the first ones fill the caches
 
 
-settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "parallel.bucket_mb=0.5", "train.global_batch=8"])
+settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "parallel.bucket_mb=0.5",
+                                    "train.global_batch=8"])
 seen = ranks(2)(watched_step, settings)[0]
 rows = {"backward": list(pairwise([0.0, *seen.gradients])), "network": seen.spans}
-lab.picture(data_parallel.timeline(rows, seen.backward, f"{len(seen.spans)} buckets of vit-demo on two CPU ranks"),
-            "Pieces of backward in one row, all-reduces in the other; most all-reduces begin before the "
-            "dotted line, where backward ends")
+lab.picture(data_parallel.timeline(rows, seen.backward, f"{len(seen.spans)} buckets "
+                                   f"of vit-demo on two CPU ranks"),
+            "Pieces of backward in one row, all-reduces in the other; most "
+            "all-reduces begin before the dotted line, where backward ends")
 
 # %%
 early = sum(begin < seen.backward for begin, _ in seen.spans)
@@ -672,11 +713,14 @@ print(f"backward takes {1e3 * seen.backward:.1f} ms; "
 
 # %%
 def verified(settings):
-    with lab.yours(average_gradients, partition_into_buckets, gradient_ready, start_mean, finish_mean):
+    with lab.yours(average_gradients, partition_into_buckets, gradient_ready,
+                   start_mean, finish_mean):
         return verify.compare(settings)
 
 
-settings = config.load("vit-demo", [*verify.DEFAULTS, "model.depth=2", "train.device=cpu", "train.steps=2", "train.micro_batch=1",
+settings = config.load("vit-demo", [*verify.DEFAULTS, "model.depth=2",
+                                    "train.device=cpu", "train.steps=2",
+                                    "train.micro_batch=1",
                                     "parallel.dp=4", "parallel.bucket_mb=0.5"])
 equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 
@@ -722,12 +766,16 @@ alone = {row["case"]: row["ms"] for row in rows if row["gpus"] == 1}
 table = {"1 GPU": {"ms": alone["none"], "efficiency, %": 100.0}}
 measured = {}
 for row in rows:
-    case, one = row["case"], alone["none, compiled" if "compiled" in row["case"] else "none"]
+    case, one = row["case"], alone["none, compiled" if "compiled" in row["case"]
+                                   else "none"]
     if row["gpus"] == most:
-        buckets = f", buckets of {row['bucket_mb']:.0f} MB" if case.startswith(("bucketed", "ddp")) else ""
-        table[f"{most} GPUs, {case}{buckets}"] = {"ms": row["ms"], "efficiency, %": 100 * one / row["ms"]}
+        buckets = f", buckets of {row['bucket_mb']:.0f} MB" if case.startswith(
+            ("bucketed", "ddp")) else ""
+        table[f"{most} GPUs, {case}{buckets}"] = {"ms": row["ms"], "efficiency, %": 100
+                                                  * one / row["ms"]}
         measured.setdefault(case, one / row["ms"])
-lab.recorded("dp_h200", table, why="Data parallelism on several GPUs" if lab.gpu() else "This needs several GPUs")
+lab.recorded("dp_h200", table, why="Data parallelism on several GPUs" if lab.gpu()
+             else "This needs several GPUs")
 lab.beside("\nnaive", my_naive, measured["naive"], how="recorded")
 lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 

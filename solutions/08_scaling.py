@@ -92,7 +92,8 @@ from course.lab.notebook import check
 from course.lab.instruments import recorded_curves
 
 lab.begin("08")
-simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"}, "weather"))
+simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"},
+                             "weather"))
 
 # %% [markdown]
 # ## Fewer, larger steps
@@ -110,8 +111,10 @@ cpu = torch.device("cpu")
 
 
 def training_run(batch: int, lr: float, warmup: int = 20) -> Iterator[torch.nn.Module]:
-    """Train vit-demo at a constant learning rate after a warm-up; the model after each step."""
-    settings = config.load("vit-demo", [f"train.global_batch={batch}", f"optim.lr={lr}", "optim.schedule=constant",
+    """Train vit-demo at a constant learning rate after a warm-up; the model after each
+    step."""
+    settings = config.load("vit-demo", [f"train.global_batch={batch}", f"optim.lr={lr}",
+                                        "optim.schedule=constant",
                                         f"optim.warmup={warmup}"])
     mesh = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))
     training = assemble.assemble(settings, mesh)
@@ -130,7 +133,8 @@ def after(steps: int, run: Iterator[torch.nn.Module]) -> torch.nn.Module:
 
 def loss_of(model: torch.nn.Module, pairs: data.Pairs, ids: list[int]) -> float:
     """The mean loss of these samples."""
-    output, batch = validation.forward_only(model, parallel.serial_layout(model), "fp32")(pairs.__getitems__(ids))
+    output, batch = validation.forward_only(model, parallel.serial_layout(model),
+                                            "fp32")(pairs.__getitems__(ids))
     total, weight = model.loss(output, batch)
     return (total / weight).item()
 
@@ -139,9 +143,11 @@ valid = data.open_pairs(config.load("vit-demo"), "valid")
 some = list(range(0, len(valid), 6))
 small = training_run(4, 0.002)
 small_model = after(160, small)
-losses = {"4": loss_of(small_model, valid, some), "16": loss_of(after(40, training_run(16, 0.002)), valid, some)}
+losses = {"4": loss_of(small_model, valid, some),
+          "16": loss_of(after(40, training_run(16, 0.002)), valid, some)}
 print({f"batch {batch}": round(loss, 4) for batch, loss in losses.items()})
-lab.beside("batch 16 ends higher than 4 by", my_percent, 100 * (losses["16"] / losses["4"] - 1), "%")
+lab.beside("batch 16 ends higher than 4 by", my_percent,
+           100 * (losses["16"] / losses["4"] - 1), "%")
 
 # %% [markdown]
 # Samples and arithmetic are the same, and the larger batch is behind. It took a quarter of the steps, and each step was no
@@ -201,15 +207,19 @@ def gradient(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """The gradient of the mean loss of these samples, all parameters end to end."""
     batch = model.prepare(pairs.__getitems__(ids), torch.tensor(0))
     total, weight = model.loss(model(batch), batch)
-    return torch.cat([part.flatten() for part in torch.autograd.grad(total / weight, list(model.parameters()))])
+    return torch.cat([part.flatten()
+                      for part in torch.autograd.grad(total / weight,
+                                                      list(model.parameters()))])
 
 
 def measure_noise(model: torch.nn.Module) -> float:
-    """The noise scale of this model's gradient, from 64 samples spread over the years of training."""
+    """The noise scale of this model's gradient, from 64 samples spread over the years
+    of training."""
     each = [gradient(model, [number]) for number in range(0, 64 * 22, 22)]
     one = sum(g.square().sum().item() for g in each) / 64
     mean = (sum(each) / 64).square().sum().item()
-    print(f"squared norm of the gradient of one sample {one:.4f}, of the mean of 64 {mean:.4f}")
+    print(f"squared norm of the gradient of one sample {one:.4f}, of the mean "
+          f"of 64 {mean:.4f}")
     return noise_scale(one, mean, 1, 64)
 
 
@@ -271,7 +281,8 @@ my_rate = 0.005                  # your prediction
 # %%
 for batch in (16, 64, 256, 2048):
     preset = config.load(f"vit-bs{batch}")
-    print(f"vit-bs{batch:<5} {preset.optim.lr:.5f}  root {scaled_rate(5e-4, 16, batch, 'sqrt'):.5f}  "
+    print(f"vit-bs{batch:<5} {preset.optim.lr:.5f}  root "
+          f"{scaled_rate(5e-4, 16, batch, 'sqrt'):.5f}  "
           f"linear {scaled_rate(5e-4, 16, batch, 'linear'):.5f}")
 lab.beside("\nvit-bs2048", my_rate, config.load("vit-bs2048").optim.lr, how="preset")
 
@@ -287,13 +298,19 @@ my_share = 50                    # and of the distance, in percent
 
 # %%
 for rule in ("sqrt", "linear"):
-    losses[f"16, {rule}"] = loss_of(after(40, training_run(16, scaled_rate(0.002, 4, 16, rule))), valid, some)
+    losses[f"16, {rule}"] = loss_of(after(40,
+                                          training_run(16, scaled_rate(0.002, 4, 16,
+                                                                       rule))), valid,
+                                    some)
 for name, loss in losses.items():
     print(f"batch {name:12} validation loss {loss:.4f}")
-ends = {"same": losses["16"], "sqrt": losses["16, sqrt"], "linear": losses["16, linear"]}
-print(f"the best at 16: {min(ends, key=lambda rule: ends[rule])}; you said {my_best_rule}")
+ends = {"same": losses["16"], "sqrt": losses["16, sqrt"],
+        "linear": losses["16, linear"]}
+print(f"the best at 16: {min(ends, key=lambda rule: ends[rule])}; you said "
+      f"{my_best_rule}")
 lab.beside("of the distance to batch 4 it makes up", my_share,
-           100 * (losses["16"] - min(ends.values())) / (losses["16"] - losses["4"]), "%")
+           100 * (losses["16"] - min(ends.values())) / (losses["16"] - losses["4"]),
+           "%")
 
 # %% [markdown]
 # **What you should see:** it hardly matters. Rates from 0.002 to four times that end within about a percent of one another,
@@ -317,8 +334,10 @@ my_cold_percent = 5              # your prediction
 
 # %%
 hasty = loss_of(after(40, training_run(16, 0.008, warmup=5)), valid, some)
-print(f"validation loss with 20 steps of warm-up {losses['16, linear']:.4f}, with 5 {hasty:.4f}")
-lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear"] - 1), "%")
+print(f"validation loss with 20 steps of warm-up {losses['16, linear']:.4f}, "
+      f"with 5 {hasty:.4f}")
+lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear"] - 1),
+           "%")
 
 # %% [markdown]
 # A few steps decide the whole run. With 5 steps of warm-up in all runs, you would have concluded that the linear rule ruins
@@ -356,13 +375,16 @@ check("learning-rate")
 # %%
 def schedule_of(warmup: int, min_lr: float):
     """The learning rate of 200 steps."""
-    settings = replace(config.load("vit-demo", ["train.steps=200"]), optim=config.Optim(lr=2e-3, warmup=warmup, min_lr=min_lr))
+    settings = replace(config.load("vit-demo", ["train.steps=200"]),
+                       optim=config.Optim(lr=2e-3, warmup=warmup, min_lr=min_lr))
     rates = [learning_rate(torch.tensor(at), settings).item() for at in range(200)]
-    return style.curves({"learning rate": (range(200), rates)}, "step", "learning rate", f"{warmup} steps of warm-up")
+    return style.curves({"learning rate": (range(200), rates)}, "step", "learning rate",
+                        f"{warmup} steps of warm-up")
 
 
 slider = widgets.explore(schedule_of, warmup=[20, 0, 50, 100], min_lr=[0.0, 2e-4],
-                         alt="The learning rate over 200 steps: a straight rise, then half a cosine.")
+                         alt="The learning rate over 200 steps: a straight rise, then "
+                         "half a cosine.")
 
 # %% [markdown]
 # ## The reference runs
@@ -377,10 +399,12 @@ slider = widgets.explore(schedule_of, warmup=[20, 0, 50, 100], min_lr=[0.0, 2e-4
 
 # %%
 found = lab.results("convergence")
-grid = {(run["batch"], run["lr"]): run for run in found["runs"] if run["schedule"] == "constant" and run["warmup"]}
+grid = {(run["batch"], run["lr"]): run for run in found["runs"] if run["schedule"]
+        == "constant" and run["warmup"]}
 batches = sorted({batch for batch, _ in grid})
 rates = sorted({lr for _, lr in grid})
-print(f"{len(found['runs'])} runs on {found['hardware']}, PyTorch {found['torch']}, {found['date']}: {found['command']}")
+print(f"{len(found['runs'])} runs on {found['hardware']}, PyTorch {found['torch']}, "
+      f"{found['date']}: {found['command']}")
 print("batches", batches, "\nrates  ", rates)
 
 # %% [markdown]
@@ -402,8 +426,10 @@ address = lab.tensorboard(logs)
 # %%
 def curves_of(batch: int):
     """Validation loss against samples, of all rates at a batch."""
-    lines = {f"{lr:g}": ([at * batch for at in grid[batch, lr]["step"]], numbers(grid[batch, lr]["valid_loss"])) for lr in rates}
-    return data_parallel.logarithmic(lines, "samples", "validation loss", f"batch {batch}")
+    lines = {f"{lr:g}": ([at * batch for at in grid[batch, lr]["step"]],
+                         numbers(grid[batch, lr]["valid_loss"])) for lr in rates}
+    return data_parallel.logarithmic(lines, "samples", "validation loss",
+                                     f"batch {batch}")
 
 
 def numbers(column: list) -> list[float]:
@@ -411,8 +437,10 @@ def numbers(column: list) -> list[float]:
     return [math.inf if value is None else value for value in column]
 
 
-slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches if batch != 16)],
-                         alt="Validation loss against samples, a curve for each of seven learning rates.")
+slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches
+                                                 if batch != 16)],
+                         alt="Validation loss against samples, a curve for each of "
+                         "seven learning rates.")
 
 # %% [markdown]
 # **How to read it:** below the best rates, each halving costs more: the curve is smooth and slow, and falls further behind.
@@ -442,16 +470,19 @@ my_cold_start = 3                # your prediction
 def last_loss(batch: int, lr: float, warmup: int, schedule: str) -> float:
     """The validation loss at the end of a run; infinity if it did not get there."""
     run, = [run for run in found["runs"]
-            if (run["batch"], run["lr"], run["warmup"], run["schedule"]) == (batch, lr, warmup, schedule)]
+            if (run["batch"], run["lr"], run["warmup"], run["schedule"])
+            == (batch, lr, warmup, schedule)]
     return numbers(run["valid_loss"])[-1] if run["valid_loss"] else math.inf
 
 
 for lr in rates[-3:]:
     warm, cold = (last_loss(64, lr, warmup, "constant") for warmup in (20, 0))
-    print(f"rate {lr:<6g} validation loss at the end: with warm-up {warm:.4f}, without {cold:.4f}, "
+    print(f"rate {lr:<6g} validation loss at the end: with warm-up {warm:.4f}, "
+          f"without {cold:.4f}, "
           f"{100 * (cold / warm - 1):.0f}% higher")
 warm, cold = (last_loss(64, 0.008, warmup, "constant") for warmup in (20, 0))
-lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / warm - 1), "%", how="recorded")
+lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / warm - 1),
+           "%", how="recorded")
 
 # %% [markdown]
 # A long run does not forget. No run broke off, and no loss became infinite. The log of a cold start looks like training; the
@@ -471,10 +502,13 @@ for batch in (16, 64):
     ends = {schedule: {lr: last_loss(batch, lr, 20, schedule) for lr in rates[-5:]}
             for schedule in ("constant", "cosine")}
     for lr in rates[-5:]:
-        print(f"batch {batch}, rate {lr:<6g} validation loss at the end: constant {ends['constant'][lr]:.4f}, "
+        print(f"batch {batch}, rate {lr:<6g} validation loss at the end: constant "
+              f"{ends['constant'][lr]:.4f}, "
               f"cosine {ends['cosine'][lr]:.4f}")
-    gain[batch] = 100 * (1 - min(ends["cosine"].values()) / min(ends["constant"].values()))
-print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said {my_gain_16}%), "
+    gain[batch] = 100 * (1 - min(ends["cosine"].values())
+                         / min(ends["constant"].values()))
+print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said "
+      f"{my_gain_16}%), "
       f"by {gain[64]:.1f}% at batch 64 (you said {my_gain_64}%); a minus means higher")
 
 # %% [markdown]
@@ -495,19 +529,24 @@ print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said {m
 
 # %%
 def squared_norm(batch: int, lr: float) -> float:
-    """The mean squared norm of a batch's gradient in the run of this rate, where the loss is within 5% of 0.14."""
+    """The mean squared norm of a batch's gradient in the run of this rate, where the
+    loss is within 5% of 0.14."""
     run = grid[batch, lr]
-    squares = [norm**2 for loss, norm in zip(numbers(run["valid_loss"]), run["grad_norm"], strict=True)
+    squares = [norm**2 for loss, norm in zip(numbers(run["valid_loss"]),
+                                             run["grad_norm"], strict=True)
                if abs(loss / 0.14 - 1) < 0.05]
     return sum(squares) / len(squares) if squares else math.nan
 
 
-print("mean squared norm of the gradient near a loss of 0.14, x 1000\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
+print("mean squared norm of the gradient near a loss of 0.14, x 1000\n\n  "
+      "batch" + "".join(f"{lr:>9g}" for lr in rates))
 for batch in batches:
     norms = [1000 * squared_norm(batch, lr) for lr in rates]
-    print(f"{batch:7}" + "".join(f"{'-':>9}" if math.isnan(norm) else f"{norm:9.2f}" for norm in norms))
+    print(f"{batch:7}" + "".join(f"{'-':>9}" if math.isnan(norm) else f"{norm:9.2f}"
+                                 for norm in norms))
 between_runs = noise_scale(squared_norm(4, 0.004), squared_norm(128, 0.004), 4, 128)
-print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: {between_runs:.1f} samples")
+print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: "
+      f"{between_runs:.1f} samples")
 
 # %% [markdown]
 # The result is a negative number of samples. The formula is right, so something else is wrong.
@@ -608,11 +647,14 @@ check("samples-to-target")
 
 # %%
 target = 0.12
-needed = {(batch, lr): samples_to(target, run["step"], numbers(run["valid_loss"]), batch) for (batch, lr), run in grid.items()}
-print(f"samples to a validation loss of {target} (-: not reached)\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
+needed = {(batch, lr): samples_to(target, run["step"], numbers(run["valid_loss"]),
+                                  batch) for (batch, lr), run in grid.items()}
+print(f"samples to a validation loss of {target} (-: not reached)\n\n  "
+      f"batch" + "".join(f"{lr:>9g}" for lr in rates))
 for batch in batches:
     row = [needed[batch, lr] for lr in rates]
-    print(f"{batch:7}" + "".join(f"{samples:9,.0f}" if samples < math.inf else f"{'-':>9}" for samples in row))
+    print(f"{batch:7}" + "".join(f"{samples:9,.0f}" if samples < math.inf
+                                 else f"{'-':>9}" for samples in row))
 
 # %% [markdown]
 # ## The best rate against the batch
@@ -622,26 +664,37 @@ fewest = {batch: min(needed[batch, lr] for lr in rates) for batch in batches}
 
 
 def good_rates(batch: int, margin: float = 1.1) -> list[float]:
-    """The rates that need at most `margin` times the samples of the batch's best rate."""
+    """The rates that need at most `margin` times the samples of the batch's best
+    rate."""
     return [lr for lr in rates if needed[batch, lr] <= margin * fewest[batch]]
 
 
-middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch))) for batch in batches}
+middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch)))
+          for batch in batches}
 power = np.polyfit(np.log(batches), np.log(list(middle.values())), 1)[0]
 for batch in batches:
-    print(f"batch {batch:4}: good rates {', '.join(f'{lr:g}' for lr in good_rates(batch))}")
-lab.beside("\nthe middle grows with the batch to the power", my_power, power, how="computed")
+    print(f"batch {batch:4}: good rates "
+          f"{', '.join(f'{lr:g}' for lr in good_rates(batch))}")
+lab.beside("\nthe middle grows with the batch to the power", my_power, power,
+           how="computed")
 
 # %%
-rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}
-half = math.sqrt(2)                                  # rates were tried in factors of two
-lab.picture(data_parallel.logarithmic({"good rates and their middle": (batches, list(middle.values()))}, "batch", "learning rate",
-                                     f"Rates that reach {target} with at most a tenth more samples", rules,
-                                     bars={"good rates and their middle": [(min(good_rates(batch)) / half,
-                                                                            max(good_rates(batch)) * half)
-                                                                           for batch in batches]}),
-            "The good rates of each batch as a bar: its upper end stays, its lower end rises. The dashed "
-            "root and linear rules both rise faster than the middles of the bars")
+rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches])
+         for rule in ("sqrt", "linear")}
+# rates were tried in factors of two
+half = math.sqrt(2)
+lab.picture(data_parallel.logarithmic({"good rates and their "
+                                       "middle": (batches, list(middle.values()))},
+                                      "batch", "learning rate",
+                                     f"Rates that reach {target} with at most a tenth "
+                                      f"more samples", rules,
+                                     bars={"good rates and their "
+                                           "middle": [(min(good_rates(batch)) / half,
+                                                      max(good_rates(batch)) * half)
+                                                     for batch in batches]}),
+            "The good rates of each batch as a bar: its upper end stays, its lower "
+            "end rises. The dashed root and linear rules both rise faster than the "
+            "middles of the bars")
 
 # %% [markdown]
 # **How to read it:** neither rule holds. The *upper* end is the same for all batches, so curvature probably sets it, not
@@ -652,7 +705,8 @@ lab.picture(data_parallel.logarithmic({"good rates and their middle": (batches, 
 
 # %%
 def fit(fewest: dict[int, float]) -> tuple[float, float]:
-    """The fewest samples and the fewest steps of the law closest to these samples by batch, in relative error."""
+    """The fewest samples and the fewest steps of the law closest to these samples by
+    batch, in relative error."""
     measured = np.array(list(fewest.values()))
     s_min, e_min = np.polyfit(list(fewest), measured, 1, w=1 / measured)
     return e_min, s_min
@@ -662,16 +716,21 @@ e_min, s_min = fit(fewest)
 critical = e_min / s_min
 law = [e_min + s_min * batch for batch in batches]
 lab.picture(data_parallel.logarithmic({"samples": (batches, list(fewest.values())),
-                                      "steps": (batches, [fewest[batch] / batch for batch in batches])},
-                                     "batch", "to the target", f"Samples and steps to a validation loss of {target}",
+                                      "steps": (batches, [fewest[batch] / batch
+                                                          for batch in batches])},
+                                     "batch", "to the target", f"Samples and steps to "
+                                      f"a validation loss of {target}",
                                      {"law, samples": (batches, law),
-                                      "law, steps": (batches, [e_min / batch + s_min for batch in batches])}),
-            "Samples rise with the batch, slowly and then faster; steps fall, fast and then slowly; "
-            "the fitted law is dashed")
+                                      "law, steps": (batches, [e_min / batch + s_min
+                                                               for batch in batches])}),
+            "Samples rise with the batch, slowly and then faster; steps fall, fast "
+            "and then slowly; the fitted law is dashed")
 for batch, samples in zip(batches, law, strict=True):
-    print(f"batch {batch:4}: {fewest[batch]:7,.0f} samples, {fewest[batch] / batch:6,.0f} steps; "
+    print(f"batch {batch:4}: {fewest[batch]:7,.0f} samples, "
+          f"{fewest[batch] / batch:6,.0f} steps; "
           f"by the law {samples:7,.0f} and {samples / batch:6,.0f}")
-misses = [100 * abs(samples / fewest[batch] - 1) for batch, samples in zip(batches, law, strict=True)]
+misses = [100 * abs(samples / fewest[batch] - 1)
+          for batch, samples in zip(batches, law, strict=True)]
 print(f"the law misses the measured samples by up to {max(misses):.0f}%")
 lab.beside("critical batch", my_critical, critical, "samples", "computed")
 
@@ -686,11 +745,15 @@ my_easier = "same"               # your prediction: "smaller", "larger" or "same
 
 # %%
 for other in (0.15, 0.14, 0.13, 0.12):
-    least = {batch: min(samples_to(other, grid[batch, lr]["step"], numbers(grid[batch, lr]["valid_loss"]), batch) for lr in rates)
+    least = {batch: min(samples_to(other, grid[batch, lr]["step"],
+                                   numbers(grid[batch, lr]["valid_loss"]), batch)
+                        for lr in rates)
              for batch in batches}
-    fits = [fit({batch: least[batch] for batch in batches if batch != left_out}) for left_out in (None, *batches)]
+    fits = [fit({batch: least[batch] for batch in batches if batch != left_out})
+            for left_out in (None, *batches)]
     every, *others = [e_least / s_least for e_least, s_least in fits]
-    print(f"validation loss {other}: critical batch {every:.0f}, one batch left out {min(others):.0f} to {max(others):.0f}")
+    print(f"validation loss {other}: critical batch {every:.0f}, one batch left out "
+          f"{min(others):.0f} to {max(others):.0f}")
 print(f"you said {my_easier}")
 
 # %% [markdown]
@@ -710,11 +773,14 @@ print(f"noise scale after 640 samples {early_noise:.1f}, after 2,560 {late_noise
 # %%
 speed = {int(batch): value for batch, value in found["speed"].items()}
 seconds = {batch: fewest[batch] / speed[batch] for batch in batches}
-table = {f"batch {batch}": {"samples/s": speed[batch], "ms a step": 1000 * batch / speed[batch],
-                            "samples to the target": fewest[batch], "steps": fewest[batch] / batch,
+table = {f"batch {batch}": {"samples/s": speed[batch], "ms a step": 1000 * batch
+                            / speed[batch],
+                            "samples to the target": fewest[batch],
+                            "steps": fewest[batch] / batch,
                             "s to the target": seconds[batch]} for batch in batches}
 lab.recorded("convergence", table, why="One device")
-lab.beside("\nfastest batch", my_fastest, min(seconds, key=lambda batch: seconds[batch]), "samples", how="recorded")
+lab.beside("\nfastest batch", my_fastest,
+           min(seconds, key=lambda batch: seconds[batch]), "samples", how="recorded")
 
 # %% [markdown]
 # **How to read it:** a step takes {result: shortest_ms | .0f} to {result: longest_ms | .0f} ms at every batch, because this
@@ -725,12 +791,19 @@ lab.beside("\nfastest batch", my_fastest, min(seconds, key=lambda batch: seconds
 
 # %%
 devices = [batch // 4 for batch in batches]
-sooner = [fewest[4] / fewest[batch] * count for count, batch in zip(devices, batches, strict=True)]
-lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)}, "devices, 4 samples each", "times sooner",
-                                     "Target reached, against one device; communication for nothing",
-                                     {"if samples did not depend on the batch": (devices, devices)}),
-            "Times sooner against devices: on the dashed line at first, then far below it, flat at the end")
-print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, times in zip(devices, sooner, strict=True)))
+sooner = [fewest[4] / fewest[batch] * count
+          for count, batch in zip(devices, batches, strict=True)]
+lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)},
+                                      "devices, 4 samples each", "times sooner",
+                                     "Target reached, against one device; "
+                                      "communication for nothing",
+                                     {"if samples did not depend on the "
+                                      "batch": (devices, devices)}),
+            "Times sooner against devices: on the dashed line at first, then far "
+            "below it, flat at the end")
+print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}"
+                                          for count, times in zip(devices, sooner,
+                                                                  strict=True)))
 lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 
 # %% [markdown]

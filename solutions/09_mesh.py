@@ -198,15 +198,19 @@ for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
 # > holds the same?
 
 # %%
-EIGHT = ("vit-demo", "model.depth=2", "train.global_batch=4", "train.micro_batch=1", "parallel.pp=2", "parallel.dp=2",
+EIGHT = ("vit-demo", "model.depth=2", "train.global_batch=4", "train.micro_batch=1",
+         "parallel.pp=2", "parallel.dp=2",
          "parallel.tp=2")
 WEIGHTS = {"embedding": "embed.proj.weight", "block 0: up": "blocks.0.mlp.up.weight",
-           "block 0: down": "blocks.0.mlp.down.weight", "block 1: up": "blocks.1.mlp.up.weight",
+           "block 0: down": "blocks.0.mlp.down.weight",
+           "block 1: up": "blocks.1.mlp.up.weight",
            "block 1: down": "blocks.1.mlp.down.weight", "head": "head.proj.weight"}
-lab.picture(who_holds.parameters(ranks(8)(trace, *EIGHT), WEIGHTS, title="weights by rank, pp=2 dp=2 tp=2"),
-            "Eight rows, one for each rank. Ranks 0 to 3 hold the embedding and block 0, ranks 4 to 7 block 1 and the head. Even "
-            "ranks have the upper half of up and the left half of down, odd ranks the other halves. Ranks 0 and 2 hold the same, "
-            "and so do 1 and 3, 4 and 6, 5 and 7.")
+lab.picture(who_holds.parameters(ranks(8)(trace, *EIGHT), WEIGHTS,
+                                 title="weights by rank, pp=2 dp=2 tp=2"),
+            "Eight rows, one for each rank. Ranks 0 to 3 hold the embedding and block "
+            "0, ranks 4 to 7 block 1 and the head. Even ranks have the upper half of "
+            "up and the left half of down, odd ranks the other halves. Ranks 0 and 2 "
+            "hold the same, and so do 1 and 3, 4 and 6, 5 and 7.")
 
 # %% [markdown]
 # The picture is drawn from eight real processes. Along `pp` ranks hold other blocks, along `tp` other parts of the same
@@ -219,7 +223,8 @@ lab.picture(who_holds.parameters(ranks(8)(trace, *EIGHT), WEIGHTS, title="weight
 
 # %%
 attempts = {"tp=3 on 4 processes": lambda: build_mesh(Parallel(tp=3), World(size=4)),
-            "an order without cp": lambda: config.load("vit-demo", ["parallel.order=pp-dp-tp"])}
+            "an order without cp": lambda: config.load("vit-demo",
+                                                       ["parallel.order=pp-dp-tp"])}
 for what, attempt in attempts.items():
     try:
         attempt()
@@ -274,8 +279,10 @@ check("nodes-touched")
 # > that puts only `tp` there? And with `tp=16`, can any order keep it off the network?
 
 # %%
-shapes = {"pp=2 dp=2 tp=4": {"pp": 2, "dp": 2, "cp": 1, "tp": 4}, "dp=2 cp=2 tp=4": {"pp": 1, "dp": 2, "cp": 2, "tp": 4},
-          "dp=2 tp=8": {"pp": 1, "dp": 2, "cp": 1, "tp": 8}, "tp=16": {"pp": 1, "dp": 1, "cp": 1, "tp": 16}}
+shapes = {"pp=2 dp=2 tp=4": {"pp": 2, "dp": 2, "cp": 1, "tp": 4},
+          "dp=2 cp=2 tp=4": {"pp": 1, "dp": 2, "cp": 2, "tp": 4},
+          "dp=2 tp=8": {"pp": 1, "dp": 2, "cp": 1, "tp": 8},
+          "tp=16": {"pp": 1, "dp": 1, "cp": 1, "tp": 16}}
 
 
 def sixteen_gpus(sizes: str, order: str, axis: str):
@@ -283,10 +290,14 @@ def sixteen_gpus(sizes: str, order: str, axis: str):
     return mesh.mesh(shapes[sizes], order, 8, axis)
 
 
-slider = widgets.explore(sixteen_gpus, sizes=list(shapes), order=["pp-dp-cp-tp", "tp-dp-cp-pp", "tp-pp-cp-dp", "dp-pp-cp-tp"],
+slider = widgets.explore(sixteen_gpus, sizes=list(shapes),
+                         order=["pp-dp-cp-tp", "tp-dp-cp-pp", "tp-pp-cp-dp",
+                                "dp-pp-cp-tp"],
                          axis=["tp", "dp", "cp", "pp"],
-                         alt="Two nodes of eight GPUs, each with its rank and the letter of its group along "
-                             "the chosen axis; below, the link that every axis uses in this order.")
+                         alt="Two nodes of eight GPUs, each with its rank and the "
+                         "letter of its group along "
+                             "the chosen axis; below, the link that every axis uses "
+                         "in this order.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -318,11 +329,15 @@ slider = widgets.explore(sixteen_gpus, sizes=list(shapes), order=["pp-dp-cp-tp",
 
 # %%
 sizes = {"pp": 2, "dp": 4, "cp": 2, "tp": 4}
-work = {"layers": 40, "dim": 5120, "tokens": 8192,                      # tokens of one sample
-        "samples": 1, "micros": 16,                                     # samples of a micro-batch; micro-batches of a step
-        "parameters": 12 * 40 * 5120**2, "itemsize": 2}                 # bytes of one number, of gradients as well
+# tokens of one sample
+work = {"layers": 40, "dim": 5120, "tokens": 8192,
+        # samples of a micro-batch; micro-batches of a step
+        "samples": 1, "micros": 16,
+        # bytes of one number, of gradients as well
+        "parameters": 12 * 40 * 5120**2, "itemsize": 2}
 
-my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}         # your prediction
+# your prediction
+my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}
 
 # %% [markdown]
 # *How often* an axis sends matters most: `tp` sends four times in every layer for every micro-batch, `pp` twice for every
@@ -342,7 +357,8 @@ my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}         # your p
 # > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
 
 # %%
-my_factor = 2                    # your prediction: seconds of the worst order over seconds of the best
+# your prediction: seconds of the worst order over seconds of the best
+my_factor = 2
 
 # %% [markdown]
 # ## Exercise: bytes sent
@@ -384,30 +400,39 @@ for axis, guess in my_gigabytes.items():
 # %%
 def one_counted_step(overrides: list[str]) -> dict[str, float]:
     """Bytes that this rank sends along each axis in its second training step."""
-    settings = config.load("vit-demo", ["data.source=mock", "train.device=cpu", "parallel.context=gather", "parallel.data=naive",
+    settings = config.load("vit-demo", ["data.source=mock", "train.device=cpu",
+                                        "parallel.context=gather",
+                                        "parallel.data=naive",
                                         "train.global_batch=8", *overrides])
     mesh = build_mesh(settings.parallel, parallel.join("cpu"))
     training = assemble.assemble(settings, mesh)
-    verify.one_step(training, 1)                     # in a pipeline's first step the stages also agree on shapes
+    # in a pipeline's first step the stages also agree on shapes
+    verify.one_step(training, 1)
     _, calls = collectives(lambda: verify.one_step(training, 2))
-    of = {"tp": (mesh.tp, ("all-reduce",)), "cp": (mesh.cp, ("all-gather", "reduce-scatter")), "pp": (mesh.pp, ("send",)),
+    of = {"tp": (mesh.tp, ("all-reduce",)),
+          "cp": (mesh.cp, ("all-gather", "reduce-scatter")), "pp": (mesh.pp, ("send",)),
           "dp": (mesh.dp_cp, ("all-reduce",))}
-    return {name: sum(call.sent for call in calls if call.ranks == axis.ranks and call.op.startswith(ops))
+    return {name: sum(call.sent for call in calls if call.ranks == axis.ranks
+                      and call.op.startswith(ops))
             for name, (axis, ops) in of.items()}
 
 
-layouts = [({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, 4, 1), ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, 2, 4)]
+layouts = [({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, 4, 1),
+           ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, 2, 4)]
 settings = config.load("vit-demo")
 for sizes_of_4, samples, micros in layouts:
-    small = {"layers": settings.model.depth, "dim": settings.model.dim, "tokens": settings.model.tokens, "samples": samples,
+    small = {"layers": settings.model.depth, "dim": settings.model.dim,
+             "tokens": settings.model.tokens, "samples": samples,
              "micros": micros, "parameters": 892_096, "itemsize": 4}
     formula = bytes_sent(sizes_of_4, small)
-    counted = ranks(4)(one_counted_step, [*(f"parallel.{axis}={n}" for axis, n in sizes_of_4.items()),
+    counted = ranks(4)(one_counted_step, [*(f"parallel.{axis}={n}"
+                                            for axis, n in sizes_of_4.items()),
                                           f"train.micro_batch={samples}"])[0]
     print(", ".join(f"{axis}={n}" for axis, n in sizes_of_4.items() if n > 1))
     for axis in sizes_of_4:
         if formula[axis]:
-            print(f"   {axis}: formula {formula[axis] / 1e6:6.3f} MB, counted {counted[axis] / 1e6:6.3f} MB")
+            print(f"   {axis}: formula {formula[axis] / 1e6:6.3f} MB, counted "
+                  f"{counted[axis] / 1e6:6.3f} MB")
 
 # %% [markdown]
 # **What you should see:** `tp` and `cp` are exact; two are off.
@@ -429,17 +454,23 @@ bytes_per_second = {"NVLink": nvlink, "network": 50e9}
 def seconds(order: str) -> dict[str, float]:
     """What each axis takes for its bytes, on nodes of 8."""
     grid = lay_out(sizes, order)
-    rows = {name: groups(grid, dim) for dim, name in enumerate(AXES)} | {"dp": groups(grid.flatten(1, 2), 1)}   # dp x cp
-    return {name: sent[name] / bytes_per_second["NVLink" if nodes_touched(rows[name], 8) == 1 else "network"] for name in sent}
+    # dp x cp
+    rows = {name: groups(grid, dim)
+            for dim, name in enumerate(AXES)} | {"dp": groups(grid.flatten(1, 2), 1)}
+    return {name: sent[name] / bytes_per_second["NVLink" if nodes_touched(rows[name], 8)
+                                                == 1 else "network"] for name in sent}
 
 
 orders = {"-".join(names): seconds("-".join(names)) for names in permutations(AXES)}
 orders = dict(sorted(orders.items(), key=lambda entry: sum(entry[1].values())))
 best, *_, worst = orders.values()
-lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()), how="computed")
-lab.picture(style.stacked(orders, "seconds of communication in a step", "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
-            "24 bars in three groups: orders with tp and cp within a node are the shortest; orders with tp "
-            "within and cp across nodes are longer; orders with tp across nodes are by far the longest")
+lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()),
+           how="computed")
+lab.picture(style.stacked(orders, "seconds of communication in a step",
+                          "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
+            "24 bars in three groups: orders with tp and cp within a node are the "
+            "shortest; orders with tp within and cp across nodes are longer; orders "
+            "with tp across nodes are by far the longest")
 
 # %% [markdown]
 # **What you should see:** three families, and almost a factor of five. `tp` on the network alone takes 1.6 s, as long as the
@@ -498,25 +529,33 @@ check("narrowest-link")
 # > `tp` fastest and with `tp` slowest.
 
 # %%
-pairs = {(a, b): narrowest_link(fabric.CUBE_MESH, [a, b]) for a in range(8) for b in range(a)}
+pairs = {(a, b): narrowest_link(fabric.CUBE_MESH, [a, b]) for a in range(8)
+         for b in range(a)}
 
 
 def narrowest(dp: int, tp: int, order: str, numbers: list[int]) -> dict[str, int]:
     """The NVLinks of each axis' narrowest ring, if rank r has GPU numbers[r]."""
     gpus = torch.tensor(numbers)[lay_out({"pp": 1, "dp": dp, "cp": 1, "tp": tp}, order)]
-    return {axis: min(narrowest_link(fabric.CUBE_MESH, group) for group in groups(gpus, AXES.index(axis)).tolist())
+    return {axis: min(narrowest_link(fabric.CUBE_MESH, group)
+                      for group in groups(gpus, AXES.index(axis)).tolist())
             for axis in ("dp", "tp")}
 
 
 for dp, tp in ((2, 4), (4, 2)):
     for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
-        print(f"dp={dp} tp={tp}, order {order}: {narrowest(dp, tp, order, list(range(8)))}")
-print("dp=4 tp=2, renumbered:       ", narrowest(4, 2, "pp-dp-cp-tp", [0, 3, 1, 2, 4, 7, 5, 6]))
-print("dp=8:                        ", narrowest(8, 1, "pp-dp-cp-tp", list(range(8)))["dp"])
-lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count}, [[0, 1, 2, 3], [4, 5, 6, 7]],
-                        "eight V100s; blue: two NVLinks, gray: one; colors: tp=4 in the order pp-dp-cp-tp"),
-            "Two squares of four GPUs with diagonals, 0 to 3 and 4 to 7. Four lines join them: 0 and 4, 1 and 5, with two "
-            "NVLinks each, 2 and 6, 3 and 7, with one each.")
+        print(f"dp={dp} tp={tp}, order {order}: "
+              f"{narrowest(dp, tp, order, list(range(8)))}")
+print("dp=4 tp=2, renumbered:       ", narrowest(4, 2, "pp-dp-cp-tp",
+                                                 [0, 3, 1, 2, 4, 7, 5, 6]))
+print("dp=8:                        ", narrowest(8, 1, "pp-dp-cp-tp",
+                                                 list(range(8)))["dp"])
+lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
+                        [[0, 1, 2, 3], [4, 5, 6, 7]],
+                        "eight V100s; blue: two NVLinks, gray: one; colors: tp=4 in "
+                        "the order pp-dp-cp-tp"),
+            "Two squares of four GPUs with diagonals, 0 to 3 and 4 to 7. Four lines "
+            "join them: 0 and 4, 1 and 5, with two NVLinks each, 2 and 6, 3 and 7, "
+            "with one each.")
 
 # %% [markdown]
 # **What you should see:** NVLink serves every layout here, but not with all its width. A rank gets a GPU by its number, and
@@ -556,23 +595,30 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
 # > microseconds does one of 1 kB take there, and how many on two H200s for 1 MB?
 
 # %%
-my_bandwidth, my_latency, my_h200 = 0.01, 10.0, 1.0          # GB/s, us, us: your predictions
+# GB/s, us, us: your predictions
+my_bandwidth, my_latency, my_h200 = 0.01, 10.0, 1.0
 
 # %%
 links = lab.results("comms_cpu")["links"]
-curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in link["rows"] if row["operation"] == "all-reduce"]
+curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in link["rows"]
+                 if row["operation"] == "all-reduce"]
           for name, link in links.items()}
-fits = {name: tuple(link["fits"]["all-reduce"].values()) for name, link in links.items()}
-h200 = {int(gpus): points for gpus, points in lab.results("kernels_h200")["all_reduce"].items()}
-curves |= {f"{gpus} H200s, NVLink": [(size, 2e-9 * (gpus - 1) / gpus * size / seconds) for size, seconds in points]
+fits = {name: tuple(link["fits"]["all-reduce"].values())
+        for name, link in links.items()}
+h200 = {int(gpus): points
+        for gpus, points in lab.results("kernels_h200")["all_reduce"].items()}
+curves |= {f"{gpus} H200s, NVLink": [(size, 2e-9 * (gpus - 1) / gpus * size / seconds)
+                                     for size, seconds in points]
            for gpus, points in h200.items()}
-slow = [row for row in links["veth, 1 Gbit/s"]["rows"] if row["operation"] == "all-reduce"]
+slow = [row for row in links["veth, 1 Gbit/s"]["rows"] if row["operation"]
+        == "all-reduce"]
 lab.beside("64 MB, 1 Gbit/s", my_bandwidth, slow[-1]["bus_gb_s"], "GB/s", "recorded")
 lab.beside("1 kB, 1 Gbit/s", my_latency, slow[0]["us"], "us", "recorded")
 lab.beside("1 MB, 2 H200s", my_h200, 1e6 * h200[2][0][1], "us", "recorded")
 lab.picture(fabric.bandwidths(curves, fits),
-            "Bus bandwidth over message size, both logarithmic. All curves rise in proportion to the size and then level off. "
-            "The cable of 1 Gbit/s levels off lowest, the H200s' NVLink more than a hundred times as high.")
+            "Bus bandwidth over message size, both logarithmic. All curves rise in "
+            "proportion to the size and then level off. The cable of 1 Gbit/s levels "
+            "off lowest, the H200s' NVLink more than a hundred times as high.")
 
 # %% [markdown]
 # **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run at

@@ -94,15 +94,19 @@ lab.begin("10")
 
 # %%
 generator = torch.Generator().manual_seed(0)
-x = torch.randn(5, 8, generator=generator, dtype=torch.float64)         # 5 tokens of width 8
-A = torch.randn(32, 8, generator=generator, dtype=torch.float64)        # 32 hidden units
+# 5 tokens of width 8
+x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+# 32 hidden units
+A = torch.randn(32, 8, generator=generator, dtype=torch.float64)
 B = torch.randn(8, 32, generator=generator, dtype=torch.float64)
 serial = F.gelu(x @ A.T) @ B.T
 
 halves = []
 for part_of_A, part_of_B in zip(A.chunk(2, 0), B.chunk(2, 1), strict=True):
-    hidden = F.gelu(x @ part_of_A.T)                                    # (5, 16), half of the hidden units
-    halves.append(hidden @ part_of_B.T)                                 # (5, 8), a part of every output
+    # (5, 16), half of the hidden units
+    hidden = F.gelu(x @ part_of_A.T)
+    # (5, 8), a part of every output
+    halves.append(hidden @ part_of_B.T)
 print("the sum of both halves differs from the whole by at most",
       (halves[0] + halves[1] - serial).abs().max().item())
 
@@ -128,14 +132,17 @@ print(models.layers.TENSOR_PLAN)
 ONE_BLOCK = ("vit-demo", "model.depth=1", "train.global_batch=2")
 WEIGHTS = {name: f"blocks.0.{name}" for name in (
     "norm2.weight", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias")}
-MLP = {"norm": "blocks.0.norm2", "up": "blocks.0.mlp.up", "down": "blocks.0.mlp.down", "+ residual": "blocks.0"}
+MLP = {"norm": "blocks.0.norm2", "up": "blocks.0.mlp.up", "down": "blocks.0.mlp.down",
+       "+ residual": "blocks.0"}
 
 whole_model = trace(*ONE_BLOCK)
 two = ranks(2)(trace, *ONE_BLOCK, "parallel.tp=2")
-lab.picture(who_holds.parameters(two, WEIGHTS, title="weights of an MLP and the norm before it, tp=2"),
-            "Five boxes for each of two ranks. Both have the whole norm. Rank 0 has the upper half of mlp.up.weight, the first "
-            "half of its bias and the left half of mlp.down.weight; rank 1 has the other halves. Both have the whole bias "
-            "of down.")
+lab.picture(who_holds.parameters(two, WEIGHTS, title="weights of an MLP and the norm "
+                                 "before it, tp=2"),
+            "Five boxes for each of two ranks. Both have the whole norm. Rank 0 has "
+            "the upper half of mlp.up.weight, the first half of its bias and the left "
+            "half of mlp.down.weight; rank 1 has the other halves. Both have the "
+            "whole bias of down.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -147,9 +154,11 @@ lab.picture(who_holds.parameters(two, WEIGHTS, title="weights of an MLP and the 
 # across; the colored part is what a rank has. The bar is a collective.
 
 # %%
-lab.picture(who_holds.forward(whole_model, two, MLP, title="forward pass of the MLP, tp=2"),
-            "Norm: both ranks have all of it. Up: rank 0 has the left half of the hidden units, rank 1 the right half. Then one "
-            "all-reduce over both ranks. Down and residual sum: both ranks have all of it.")
+lab.picture(who_holds.forward(whole_model, two, MLP,
+                              title="forward pass of the MLP, tp=2"),
+            "Norm: both ranks have all of it. Up: rank 0 has the left half of the "
+            "hidden units, rank 1 the right half. Then one all-reduce over both "
+            "ranks. Down and residual sum: both ranks have all of it.")
 
 # %% [markdown]
 # > **Question.** Why not cut both by their outputs? Each half would have half of the result, and nothing to add up.
@@ -217,7 +226,8 @@ check("copy-reduce")
 # > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
 
 # %%
-equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "train.steps=2"])
+equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
+                                 "parallel.tp=2", "train.steps=2"])
 
 # %% [markdown]
 # **12 digits, not 16:** the comparison is with the *change*. A step changes a weight by a small part of its size, and the
@@ -243,7 +253,9 @@ def with_a_mistake() -> list[verify.Gap]:
         return verify.compare(settings)
 
 
-settings = config.load("vit-demo", [*verify.DEFAULTS, "model.depth=2", "model.residual=false", "parallel.dp=1", "parallel.tp=2",
+settings = config.load("vit-demo", [*verify.DEFAULTS, "model.depth=2",
+                                    "model.residual=false", "parallel.dp=1",
+                                    "parallel.tp=2",
                                     "train.steps=2", "train.device=cpu"])
 equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 
@@ -293,10 +305,13 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # and `out` has its input features across.
 
 # %%
-ATTENTION = {name: f"blocks.0.{name}" for name in ("attn.qkv.weight", "attn.qkv.bias", "attn.out.weight", "attn.out.bias")}
+ATTENTION = {name: f"blocks.0.{name}" for name in ("attn.qkv.weight", "attn.qkv.bias",
+                                                   "attn.out.weight", "attn.out.bias")}
 lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp=2"),
-            "Of attn.qkv.weight and its bias each of two ranks has three stripes: half of the queries, of the keys and of the "
-            "values. Rank 0 has the left half of attn.out.weight, rank 1 the right half. Both have the whole bias of out.")
+            "Of attn.qkv.weight and its bias each of two ranks has three stripes: "
+            "half of the queries, of the keys and of the values. Rank 0 has the left "
+            "half of attn.out.weight, rank 1 the right half. Both have the whole bias "
+            "of out.")
 
 # %% [markdown]
 # The rank gets three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. The shapes would not
@@ -363,14 +378,17 @@ my_all_reduces = 2               # for each block, if you remember
 my_kilobytes = 100               # your prediction
 
 # %%
-small = ["data.source=mock", "train.device=cpu", "train.global_batch=4", "parallel.data=naive", "parallel.overlap=none",
-         "model.residual=false"]                     # random data, no hidden messages, no sum at the end
+small = ["data.source=mock", "train.device=cpu", "train.global_batch=4",
+         "parallel.data=naive", "parallel.overlap=none",
+         # random data, no hidden messages, no sum at the end
+         "model.residual=false"]
 
 
 def count_a_step(*overrides: str) -> list[bytes_sent.Collective]:
     """The collectives of one training step that move more than a few numbers."""
     settings = config.load("vit-demo", [*small, *overrides])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings,
+                                 build_mesh(settings.parallel, parallel.join("cpu")))
     _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
     return [call for call in calls if call.bytes > 1000]
 
@@ -409,18 +427,23 @@ my_units = {2: 8.0, 4: 4.0}      # your prediction, for tp=2 and tp=4
 
 # %%
 def kept_by_a_block(*overrides: str) -> float:
-    """What one block keeps for its backward pass on this rank, in units of samples x tokens x width numbers."""
+    """What one block keeps for its backward pass on this rank, in units of samples x
+    tokens x width numbers."""
     settings = config.load("vit-demo", [*small, *overrides])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings,
+                                 build_mesh(settings.parallel, parallel.join("cpu")))
     model, c = training.model, settings.model
     batch = model.prepare(model.example(4, torch.device("cpu")), training.progress.step)
     batch = training.layout.tokens.cut(batch)
     x = model.embed(batch)
-    _, kept = tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())
+    _, kept = tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch),
+                                               model.parameters())
     return kept / (4 * c.tokens * c.dim * 4)
 
 
-units = {1: ranks(1)(kept_by_a_block)[0]} | {tp: ranks(tp)(kept_by_a_block, f"parallel.tp={tp}")[0] for tp in (2, 4)}
+units = {1: ranks(1)(kept_by_a_block)[0]} | {tp: ranks(tp)(kept_by_a_block,
+                                                           f"parallel.tp={tp}")[0]
+                                             for tp in (2, 4)}
 print(f"one process: {units[1]:.2f}")
 for tp in (2, 4):
     lab.beside(f"tp={tp}", my_units[tp], units[tp], "activations a block", "counted")
@@ -443,9 +466,12 @@ for tp in (2, 4):
 #
 # %%
 split = ranks(2)(trace, *ONE_BLOCK, "parallel.tp=2", "parallel.sp=true")
-lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of the MLP, tp=2 with sequence parallelism"),
-            "Norm: rank 0 has the upper half of the tokens, rank 1 the lower half. An all-gather. Up: each rank has all tokens "
-            "and half of the hidden units. A reduce-scatter. Down and residual sum: each rank has half of the tokens again.")
+lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of the "
+                              "MLP, tp=2 with sequence parallelism"),
+            "Norm: rank 0 has the upper half of the tokens, rank 1 the lower half. An "
+            "all-gather. Up: each rank has all tokens and half of the hidden units. A "
+            "reduce-scatter. Down and residual sum: each rank has half of the tokens "
+            "again.")
 
 # %% [markdown]
 # > **Question.** What does this cost in bytes, compared with copy and reduce? (Lesson 07: how does a ring do an all-reduce?)
@@ -473,13 +499,16 @@ lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of th
 
 # %%
 def norm_gradients() -> tuple[Tensor, Tensor]:
-    """The gradient of the first norm's weight on this rank, before and after the library has completed the gradients."""
+    """The gradient of the first norm's weight on this rank, before and after the
+    library has completed the gradients."""
     settings = config.load("vit-demo", [*small, *layout])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings,
+                                 build_mesh(settings.parallel, parallel.join("cpu")))
     model, weight = training.model, training.model.blocks["0"].norm1.weight
     compute = build_compute(model, training.progress, settings, training.layout)
     training.gradients.begin(1)
-    compute(model.prepare(model.example(4, torch.device("cpu")), training.progress.step))
+    compute(model.prepare(model.example(4, torch.device("cpu")),
+                          training.progress.step))
     before = weight.grad.clone()
     training.gradients.finish()
     return before, weight.grad
@@ -489,9 +518,11 @@ layout: list[str] = []
 (_, whole), = ranks(1)(norm_gradients)
 layout = ["parallel.tp=2", "parallel.sp=true"]
 (first, done), (second, _) = ranks(2)(norm_gradients)
-found = {"rank 0 alone": first, "rank 1 alone": second, "their sum": first + second, "after finish()": done}
+found = {"rank 0 alone": first, "rank 1 alone": second, "their sum": first + second,
+         "after finish()": done}
 for label, gradient in found.items():
-    print(f"{label:15} differs from one process by {((gradient - whole).norm() / whole.norm()).item():.1e}")
+    print(f"{label:15} differs from one process by "
+          f"{((gradient - whole).norm() / whole.norm()).item():.1e}")
 
 # %% [markdown]
 # Each rank has seen half of the tokens, so its gradient is a **part**. The ranks must add these parts up over `tp`, besides
@@ -535,10 +566,12 @@ check("gather-scatter")
 
 # %%
 sequence = ranks(4)(kept_by_a_block, "parallel.tp=4", "parallel.sp=true")[0]
-lab.beside("tp=4 with sequence parallelism", my_units_sp, sequence, "activations a block", "counted")
+lab.beside("tp=4 with sequence parallelism", my_units_sp, sequence,
+           "activations a block", "counted")
 with_sp = ranks(2)(count_a_step, "parallel.tp=2", "parallel.sp=true")[0]
 for op in sorted({call.op for call in with_sp}):
-    print(f"{op:15} {sum(call.op == op for call in with_sp) / depth:5.2f} for each block")
+    print(f"{op:15} {sum(call.op == op for call in with_sp) / depth:5.2f} "
+          f"for each block")
 print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
       f"{sum(call.sent for call in with_sp) / sum(call.sent for call in calls):.3f}")
 
@@ -549,7 +582,8 @@ print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
 # because it also completes the partial gradients. Compare it with one process:
 
 # %%
-equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "parallel.sp=true", "train.steps=2"])
+equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
+                                 "parallel.tp=2", "parallel.sp=true", "train.steps=2"])
 
 # %% [markdown]
 # ## Open task: a whole block
@@ -613,7 +647,8 @@ check("parallel-block")
 rows = lab.results("tp_h200")["rows"]
 lab.recorded("tp_h200", scaling_table.table(
     rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
-    why="Tensor parallelism without and with sequence parallelism and overlap, and DTensor")
+    why="Tensor parallelism without and with sequence parallelism and overlap, and "
+             "DTensor")
 
 # %% [markdown]
 # **What you should see:** sequence parallelism saves memory, not time. *Overlap* runs NCCL beside multiplications; compiled
@@ -627,8 +662,10 @@ my_us = 80.0                     # your prediction
 
 # %%
 exchanged = lab.results("symmetric_2xh100")["rows"]
-us = {row["case"]: 1e3 * row["ms"] for row in exchanged if row["size"] == [32, 256, 1152]}
-lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside gather, NCCL"],
+us = {row["case"]: 1e3 * row["ms"] for row in exchanged
+      if row["size"] == [32, 256, 1152]}
+lab.beside("gather and multiply at once, by NCCL", my_us,
+           us["matmul beside gather, NCCL"],
            "µs", "recorded")
 
 # %% [markdown]

@@ -68,7 +68,9 @@ from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
 from course.parallel import Axis, build_mesh
 from course.parallel.context_parallel import block_attention, ring_attention
-from course.parallel.tensor_parallel.sequence import SplitTokens, permute_tokens        # noqa: F401
+from course.parallel.tensor_parallel.sequence import (  # noqa: F401
+    SplitTokens, permute_tokens
+)
 
 lab.begin("11")
 
@@ -84,25 +86,31 @@ lab.begin("11")
 
 # %%
 my_times = 16.0                  # your prediction: 2048 tokens over 512, one process
-my_share = 1.0                   # your prediction: each of two ranks over one process, at 2048 tokens
+# your prediction: each of two ranks over one process, at 2048 tokens
+my_share = 1.0
 
 
 # %%
 def kept_by_a_block(tokens: int, *overrides: str) -> int:
-    """Bytes that one block of a GPT keeps of one sample for the backward pass, on this rank."""
-    settings = config.load("gpt-demo", [f"model.context={tokens}", "train.device=cpu", "train.global_batch=1", *overrides])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    """Bytes that one block of a GPT keeps of one sample for the backward pass, on this
+    rank."""
+    settings = config.load("gpt-demo", [f"model.context={tokens}", "train.device=cpu",
+                                        "train.global_batch=1", *overrides])
+    training = assemble.assemble(settings,
+                                 build_mesh(settings.parallel, parallel.join("cpu")))
     model = training.model
     batch = model.prepare(model.example(1, torch.device("cpu")), training.progress.step)
     batch = training.layout.tokens.cut(batch)
     x = model.embed(batch)
-    return tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())[1]
+    return tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch),
+                                            model.parameters())[1]
 
 
 kept = {tokens: ranks(1)(kept_by_a_block, tokens)[0] for tokens in (512, 2048)}
 halved = max(ranks(2)(kept_by_a_block, 2048, "parallel.cp=2", "parallel.context=ring"))
 lab.beside("2048 tokens over 512", my_times, kept[2048] / kept[512], "times", "counted")
-lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process", "counted")
+lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process",
+           "counted")
 
 # %% [markdown]
 # **What you should see:** four times as many tokens need four times the memory, so memory is *linear* in the tokens. Half
@@ -180,23 +188,30 @@ check("gather-in-order")
 
 # %%
 ONE_BLOCK = ("vit-demo", "model.depth=1", "train.global_batch=2")
-ATTENTION = {"norm": "blocks.0.norm1", "q, k, v": "blocks.0.attn.qkv", "attention": "blocks.0.attn.core",
+ATTENTION = {"norm": "blocks.0.norm1", "q, k, v": "blocks.0.attn.qkv",
+             "attention": "blocks.0.attn.core",
              "out": "blocks.0.attn.out"}
 whole_model = trace(*ONE_BLOCK)
 in_a_ring = ranks(4)(trace, *ONE_BLOCK, "parallel.cp=4", "parallel.context=ring")
-lab.picture(who_holds.forward(whole_model, in_a_ring, ATTENTION, title="attention in a ring, cp=4"),
-            "Norm and queries, keys, values: each of four ranks has a quarter of the tokens and all features. Then three rounds "
-            "of arrows: rank 0 sends to 1, 1 to 2, 2 to 3, and 3 to 0. Attention and out: each rank has its quarter again.")
+lab.picture(who_holds.forward(whole_model, in_a_ring, ATTENTION,
+                              title="attention in a ring, cp=4"),
+            "Norm and queries, keys, values: each of four ranks has a quarter of the "
+            "tokens and all features. Then three rounds of arrows: rank 0 sends to 1, "
+            "1 to 2, 2 to 3, and 3 to 0. Attention and out: each rank has its quarter "
+            "again.")
 
 # %% [markdown]
 # But a softmax has a denominator: the sum over **all** keys. Can a rank answer for one block without knowing the others?
 
 # %%
 generator = torch.Generator().manual_seed(0)
-scores = torch.randn(1, 6, generator=generator, dtype=torch.float64) * 3         # of one query with 6 keys
+# of one query with 6 keys
+scores = torch.randn(1, 6, generator=generator, dtype=torch.float64) * 3
 values = torch.randn(6, 2, generator=generator, dtype=torch.float64)
 whole = scores.softmax(-1) @ values
-first, second = scores[:, :3].softmax(-1) @ values[:3], scores[:, 3:].softmax(-1) @ values[3:]
+first, second = scores[:,
+                       :3].softmax(-1) @ values[:3], scores[:,
+                                                            3:].softmax(-1) @ values[3:]
 print("all six keys:   ", whole)
 print("the first three:", first)
 print("the last three: ", second)
@@ -215,7 +230,8 @@ print("their mean:     ", (first + second) / 2)
 
 # %%
 big = torch.tensor([1000.0, 999.0])
-print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:", big.logsumexp(0).item())
+print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:",
+      big.logsumexp(0).item())
 
 # %% [markdown]
 # Scores can be large, and $e^{1000}$ overflows in every floating-point format of a GPU. But only *ratios* of denominators
@@ -240,7 +256,8 @@ check("merge")
 # %%
 out, lse = first.clone(), scores[:, :3].logsumexp(-1)
 merge(out, lse, second, scores[:, 3:].logsumexp(-1))
-print("largest difference from the answer for all six keys:", (out - whole).abs().max().item())
+print("largest difference from the answer for all six keys:",
+      (out - whole).abs().max().item())
 
 # %% [markdown]
 # The functions below are the whole ring, and `merge` is yours. `rounds` sends and receives: it yields each rank's keys and
@@ -275,9 +292,12 @@ lab.show("course.parallel.context_parallel.ring_attention.ring_backward")
 
 # %%
 exchanged = ranks(4)(trace, *ONE_BLOCK, "parallel.cp=4", "parallel.context=all_to_all")
-lab.picture(who_holds.forward(whole_model, exchanged, ATTENTION, title="attention after an exchange, cp=4"),
-            "Norm and queries, keys, values: each of four ranks has a quarter of the tokens. Then two all-to-alls over all "
-            "ranks, the first with three times the numbers of the second. Attention and out: each rank has its quarter again.")
+lab.picture(who_holds.forward(whole_model, exchanged, ATTENTION,
+                              title="attention after an exchange, cp=4"),
+            "Norm and queries, keys, values: each of four ranks has a quarter of the "
+            "tokens. Then two all-to-alls over all ranks, the first with three times "
+            "the numbers of the second. Attention and out: each rank has its quarter "
+            "again.")
 
 # %% [markdown]
 # Attention itself happens between the two exchanges: there each rank has all tokens of one head.
@@ -305,23 +325,29 @@ lab.show("course.parallel.context_parallel.attention.AllToAllAttend")
 # >   backward.
 
 # %%
-my_units = {"gather": 10.0, "ring": 10.0, "all_to_all": 10.0}           # your prediction
+# your prediction
+my_units = {"gather": 10.0, "ring": 10.0, "all_to_all": 10.0}
 
 
 # %%
 def units_sent(method: str) -> float:
-    """What this rank sends for the attention of one layer, forward and backward, in units of its piece of the keys."""
-    settings = config.load("gpt-demo", ["train.device=cpu", "train.global_batch=2", "parallel.cp=4", f"parallel.context={method}",
+    """What this rank sends for the attention of one layer, forward and backward, in
+    units of its piece of the keys."""
+    settings = config.load("gpt-demo", ["train.device=cpu", "train.global_batch=2",
+                                        "parallel.cp=4", f"parallel.context={method}",
                                         "model.depth=1", "precision=fp64"])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings,
+                                 build_mesh(settings.parallel, parallel.join("cpu")))
     _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
-    moves = ("all-gather", "reduce-scatter", "all-to-all", "send")      # not the all-reduces of loss and gradients
+    # not the all-reduces of loss and gradients
+    moves = ("all-gather", "reduce-scatter", "all-to-all", "send")
     unit = 2 * settings.model.context / 4 * settings.model.dim * 8
     return sum(call.sent for call in calls if call.op.startswith(moves)) / unit
 
 
 for method in my_units:
-    lab.beside(method, my_units[method], ranks(4)(units_sent, method)[0], "units", "counted")
+    lab.beside(method, my_units[method], ranks(4)(units_sent, method)[0], "units",
+               "counted")
 
 # %% [markdown]
 # **What you should see:** 12, 18 and 6. All-to-all sends least, and with more ranks it sends less, because the pieces
@@ -387,7 +413,8 @@ def one_piece_each(turn: int):
 
 
 slider = widgets.explore(one_piece_each, turn=[0, 1, 2, 3],
-                         alt="The triangle of causal scores, by rank and round; beside it the work of each rank in this round.")
+                         alt="The triangle of causal scores, by rank and round; "
+                         "beside it the work of each rank in this round.")
 
 # %%
 at_work = context_parallel.efficiency(context_parallel.ring_work(4, zigzag=False))
@@ -430,13 +457,16 @@ my_pairs = {"s < r": 4, "s > r": 4}                  # your prediction, of four
 
 # %%
 def in_a_zigzag(turn: int):
-    """A round of a causal ring in which every rank has a piece from the front and one from the back."""
+    """A round of a causal ring in which every rank has a piece from the front and one
+    from the back."""
     return context_parallel.ring(4, zigzag=True, turn=turn)
 
 
 slider = widgets.explore(in_a_zigzag, turn=[0, 1, 2, 3],
-                         alt="The same triangle of causal scores, distributed in a zigzag, by rank and round. "
-                             "Beside it, bars: in each round all ranks have the same work.")
+                         alt="The same triangle of causal scores, distributed in a "
+                         "zigzag, by rank and round. "
+                             "Beside it, bars: in each round all ranks have the same "
+                         "work.")
 
 # %% [markdown]
 # After round 0, each round computes a full rectangle without a mask, for which attention is fastest. Only round 0, a
@@ -456,31 +486,38 @@ def pieces_in_a_row(total: int, size: int, device: torch.device) -> tuple[Tensor
     return torch.arange(total, device=device).chunk(size)
 
 
-def all_or_nothing(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice]:
+def all_or_nothing(causal: bool, rank: int, source: int, queries: int,
+                   keys: int) -> tuple[slice, slice]:
     return (slice(None), slice(None)) if source < rank else (slice(0, 0), slice(None))
 
 
-pieces_in_a_row.__name__, all_or_nothing.__name__ = "zigzag", "visible"  # they replace these
+# they replace these
+pieces_in_a_row.__name__, all_or_nothing.__name__ = "zigzag", "visible"
 
 
 def counted_ring(*mine) -> tuple[list[float], float]:
-    """Scores computed in each round on this rank, in squares, and how far the answer is from serial attention."""
-    qkv = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    """Scores computed in each round on this rank, in squares, and how far the answer is
+    from serial attention."""
+    qkv = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(1),
+                      dtype=torch.float64)
     serial = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
     squares, original = [], block_attention.forward
 
-    def counting_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def counting_forward(q: Tensor, k: Tensor, v: Tensor,
+                         causal: bool) -> tuple[Tensor, Tensor]:
         squares.append(q.shape[2] * k.shape[2] / 16**2)
         return original(q, k, v, causal)
 
     with lab.yours(*mine):
         world = parallel.join("cpu")
-        tokens = SplitTokens({}, build_mesh(Parallel(dp=1, cp=world.size), world).cp, Axis("tp"), zigzag=True)
+        tokens = SplitTokens({}, build_mesh(Parallel(dp=1, cp=world.size), world).cp,
+                             Axis("tp"), zigzag=True)
         tokens.cut({"position": torch.zeros(1, 64)})
         order = tokens.order(qkv.device)[tokens.cp.rank]
         block_attention.forward = counting_forward
         try:
-            answer = ring_attention.RingAttend(True, tokens)(*qkv.index_select(3, order))
+            answer = ring_attention.RingAttend(True,
+                                               tokens)(*qkv.index_select(3, order))
         finally:
             block_attention.forward = original
     return squares, (answer - serial.index_select(2, order)).abs().max().item()
@@ -491,7 +528,8 @@ for label, mine in ways.items():
     found = ranks(4)(counted_ring, *mine)
     print(f"{label}; largest error {max(error for _, error in found):.0e}")
     for rank, (squares, _) in enumerate(found):
-        print(f"   rank {rank}: " + "  ".join(f"{square:.2f}" for square in squares) + "   in rounds 0 to 3")
+        print(f"   rank {rank}: " + "  ".join(f"{square:.2f}" for square in squares)
+              + "   in rounds 0 to 3")
 
 # %% [markdown]
 # **What you should see:** both answers are correct. Round 0 is a whole square in both. After that, one piece for each rank
@@ -513,7 +551,8 @@ check("visible")
 # %%
 print("your prediction, pairs to compute out of four:", my_pairs)
 for source in (0, 2):
-    print(f"rank 1, keys of rank {source}: rows, columns", visible(True, 1, source, 8, 8))
+    print(f"rank 1, keys of rank {source}: rows, columns",
+          visible(True, 1, source, 8, 8))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -552,13 +591,17 @@ for source in (0, 2):
 my_gather = {"16k": 50.0, "64k": 80.0}               # your prediction, in percent
 
 # %%
-rows = lab.results("cp_h200")["rows"]                # cases such as "16k full ring"; "full" is not causal
+# cases such as "16k full ring"; "full" is not causal
+rows = lab.results("cp_h200")["rows"]
 efficiency = {row["case"]: 100 * row["efficiency"] for row in rows if row["gpus"] == 4}
 for length, percent in my_gather.items():
-    lab.beside(f"gather, {length} tokens", percent, efficiency[f"{length} full gather"], "%", "recorded")
+    lab.beside(f"gather, {length} tokens", percent, efficiency[f"{length} full gather"],
+               "%", "recorded")
 
 # %%
-lab.recorded("cp_h200", scaling_table.table(rows, lambda case: " ".join([*case.split()[:2], "one GPU"])),
+lab.recorded("cp_h200", scaling_table.table(rows,
+                                            lambda case: " ".join([*case.split()[:2],
+                                                                   "one GPU"])),
              why="This library's three ways and PyTorch's")
 
 # %% [markdown]

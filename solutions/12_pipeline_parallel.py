@@ -94,23 +94,26 @@ def stage() -> str:
     """What this rank keeps of the model."""
     c = config.load("vit-demo", [*FIVE, "parallel.pp=4"])
     model = models.build_model(c.model)
-    parallel.parallelize(model, parallel.build_mesh(c.parallel, parallel.join("cpu")), c.parallel)
+    parallel.parallelize(model, parallel.build_mesh(c.parallel, parallel.join("cpu")),
+                         c.parallel)
     parts = [name for name in ("embed", "head") if getattr(model, name) is not None]
-    return f"blocks {', '.join(model.blocks)}; {' and '.join(parts) or 'neither embedding nor head'}; " \
-           f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    return (f"blocks {', '.join(model.blocks)}; "
+            f"{' and '.join(parts) or 'neither embedding nor head'}; "
+            f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 for rank, text in enumerate(ranks(4)(stage)):
     print(f"rank {rank}: {text}")
 
 WEIGHTS = {"embedding": "embed.proj.weight",
-           **{f"block {number}": f"blocks.{number}.mlp.up.weight" for number in range(5)},
+           **{f"block {number}": f"blocks.{number}.mlp.up.weight"
+              for number in range(5)},
            "head": "head.proj.weight"}
 held = ranks(4)(trace, "vit-demo", "model.depth=5", "train.global_batch=4",
                 "train.micro_batch=1", "parallel.pp=4")
 lab.picture(who_holds.parameters(held, WEIGHTS, title="weights by rank, pp=4"),
-            "Four rows, one for each rank. Rank 0 holds the embedding and blocks 0 and 1, rank 1 block 2, "
-            "rank 2 block 3, rank 3 block 4 and the head.")
+            "Four rows, one for each rank. Rank 0 holds the embedding and blocks 0 "
+            "and 1, rank 1 block 2, rank 2 block 3, rank 3 block 4 and the head.")
 
 # %% [markdown]
 # Rank 0 has blocks 0 and 1, and each other rank has one block. The slowest stage sets the pace. Here three of four ranks
@@ -136,11 +139,16 @@ print(getsource(ViT.forward))
 my_ratio = 10                    # your prediction
 
 # %%
-tensor_bytes = 4096 * 4096 * 2                                          # (1, 4096, 4096) in bf16
-by_tensor = 16 * 4 * tensor_bytes * 2 * (4 - 1) / 4                     # 16 blocks, 4 all-reduces
-by_pipeline = 2 * tensor_bytes                                          # one activation on, one gradient back
-print(f"tensor parallel {by_tensor / 1e9:.2f} GB, pipeline parallel {by_pipeline / 1e9:.3f} GB")
-lab.beside("sent by one GPU, tensor over pipeline parallel", my_ratio, by_tensor / by_pipeline, "times", "computed")
+# (1, 4096, 4096) in bf16
+tensor_bytes = 4096 * 4096 * 2
+# 16 blocks, 4 all-reduces
+by_tensor = 16 * 4 * tensor_bytes * 2 * (4 - 1) / 4
+# one activation on, one gradient back
+by_pipeline = 2 * tensor_bytes
+print(f"tensor parallel {by_tensor / 1e9:.2f} GB, pipeline parallel "
+      f"{by_pipeline / 1e9:.3f} GB")
+lab.beside("sent by one GPU, tensor over pipeline parallel", my_ratio,
+           by_tensor / by_pipeline, "times", "computed")
 
 # %% [markdown]
 # Nearly fifty times. This is why pipelines run *between* nodes, where links are slow, and tensor parallelism runs within
@@ -165,8 +173,9 @@ def naive(p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
 alone = schedules.timeline([naive(4, rank, 1) for rank in range(4)])
 lab.beside("idle", my_idle, schedules.idle_share(alone, 4), how="simulated")
 lab.picture(pipeline.timelines({"one batch": alone}, 4),
-            "Four rows, one for each rank. Forward boxes go down from rank 0 to rank 3 like stairs. "
-            "Then backward boxes of twice the width go up again. The rest is gray: idle time.")
+            "Four rows, one for each rank. Forward boxes go down from rank 0 to rank "
+            "3 like stairs. Then backward boxes of twice the width go up again. The "
+            "rest is gray: idle time.")
 
 # %% [markdown]
 # Three quarters: one rank works and three wait. The model now fits, but four GPUs are only as fast as one.
@@ -236,10 +245,12 @@ def simulated(make, p: int, m: int, v: int = 1):
 
 
 eight = simulated(gpipe, 4, 8)
-lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedules.idle_share(eight, 4), how="simulated")
+lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedules.idle_share(eight, 4),
+           how="simulated")
 lab.picture(pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
-            "Forward boxes 0 to 7 on each rank, each rank one box later than the rank above. Then "
-            "backward boxes, starting on the last rank. Gray idle time in between and at the corners.")
+            "Forward boxes 0 to 7 on each rank, each rank one box later than the rank "
+            "above. Then backward boxes, starting on the last rank. Gray idle time in "
+            "between and at the corners.")
 
 # %% [markdown]
 # <details><summary>How to find it</summary>
@@ -254,8 +265,10 @@ lab.picture(pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
 # > **Predict, before you move them:** how many micro-batches do 4 ranks need for a bubble below 10%? And 8 ranks?
 
 # %%
-slider = widgets.explore(lambda p, m: pipeline.simulated("gpipe", p, m), p=[4, 2, 8], m=[4, 1, 2, 8, 16, 28, 32, 64],
-                         alt="The timeline of GPipe for p ranks and m micro-batches, with the share of idle time.")
+slider = widgets.explore(lambda p, m: pipeline.simulated("gpipe", p, m), p=[4, 2, 8],
+                         m=[4, 1, 2, 8, 16, 28, 32, 64],
+                         alt="The timeline of GPipe for p ranks and m micro-batches, "
+                         "with the share of idle time.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -318,12 +331,14 @@ def with_two_chunks():
 
 
 twice = ranks(4)(with_two_chunks)[0]
-share, interleaved = schedules.idle_share(twice, 4), simulated(schedules.interleaved, 4, 8, 2)
+share, interleaved = schedules.idle_share(twice,
+                                          4), simulated(schedules.interleaved, 4, 8, 2)
 lab.beside("idle, interleaved, measured", my_interleaved, share)
 print(f"in theory {schedules.bubble(4, 8, 2):.3f}, "
       f"without interleaving {schedules.bubble(4, 8):.3f}")
 lab.picture(pipeline.timelines({"simulated": interleaved}, 4),
-            "Simulated: forward boxes of chunk 0 and chunk 1 alternate in groups of four")
+            "Simulated: forward boxes of chunk 0 and chunk 1 alternate in groups of "
+            "four")
 lab.picture(pipeline.timelines({"measured": twice}, 4, "seconds"),
             "The same as measured, with gaps between the boxes")
 
@@ -351,7 +366,8 @@ lab.picture(pipeline.timelines({"measured": twice}, 4, "seconds"),
 lab.show("course.parallel.pipeline_parallel.runtime.tie_ends")
 
 # %%
-tied = config.load("gpt-demo", [*verify.DEFAULTS, "model.tied=true", "parallel.pp=2", "parallel.dp=1", "train.micro_batch=2",
+tied = config.load("gpt-demo", [*verify.DEFAULTS, "model.tied=true", "parallel.pp=2",
+                                "parallel.dp=1", "train.micro_batch=2",
                                 "train.device=cpu"])
 equal = verify.tell(tied, ranks(2)(verify.compare, tied)[0])
 assert equal
@@ -404,10 +420,13 @@ print(ranks(2)(neighbors_at_ease))
 # wrong gradients. `schedules.crossed` counts such messages before anything runs, and your check used it.
 
 # %%
-lost = [gpipe(2, 0, 4), [*gpipe(2, 1, 4)[:4], *reversed(gpipe(2, 1, 4)[4:])]]       # rank 1: other order
+# rank 1: other order
+lost = [gpipe(2, 0, 4), [*gpipe(2, 1, 4)[:4], *reversed(gpipe(2, 1, 4)[4:])]]
 right = [gpipe(2, rank, 4) for rank in range(2)]
-times = [max(end for _, end in schedules.timeline(each).values()) for each in (right, lost)]
-print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing stops. If each message waited for "
+times = [max(end for _, end in schedules.timeline(each).values())
+         for each in (right, lost)]
+print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing stops. "
+      f"If each message waited for "
       f"its own pass, the step would take {times[1]:g} units instead of {times[0]:g}.")
 
 # %% [markdown]
@@ -421,7 +440,8 @@ print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing sto
 my_kept = 4                      # your prediction
 
 # %%
-lab.beside("micro-batches kept by rank 0", my_kept, schedules.alive(gpipe(4, 0, 16)), how="counted")
+lab.beside("micro-batches kept by rank 0", my_kept, schedules.alive(gpipe(4, 0, 16)),
+           how="counted")
 
 # %% [markdown]
 # All of them: no backward pass starts before the last forward pass ends. With more micro-batches GPipe saves time but no
@@ -447,10 +467,12 @@ my_speedup = 1.2                 # your prediction, GPipe's time over that of 1F
 both = {"GPipe": simulated(gpipe, 4, 8),
         "1F1B": simulated(schedules.one_forward_one_backward, 4, 8)}
 ends = {name: max(end for _, end in when.values()) for name, when in both.items()}
-lab.beside("GPipe's time over that of 1F1B", my_speedup, ends["GPipe"] / ends["1F1B"], "times", "simulated")
+lab.beside("GPipe's time over that of 1F1B", my_speedup, ends["GPipe"] / ends["1F1B"],
+           "times", "simulated")
 lab.picture(pipeline.timelines(both, 4),
-            "Above GPipe, below 1F1B. Both end at the same time. In 1F1B, forward and backward boxes "
-            "alternate from early on, and the idle time is in other places.")
+            "Above GPipe, below 1F1B. Both end at the same time. In 1F1B, forward and "
+            "backward boxes alternate from early on, and the idle time is in other "
+            "places.")
 
 # %% [markdown]
 # It is no faster: the bubble is the same. Many people expect otherwise. What 1F1B saves is memory:
@@ -459,7 +481,8 @@ lab.picture(pipeline.timelines(both, 4),
 made = {name: [make(4, rank, 16) for rank in range(4)] for name, make in
         (("GPipe", gpipe), ("1F1B", schedules.one_forward_one_backward))}
 lab.picture(pipeline.activations_kept(made),
-            "Bars: GPipe keeps 16 micro-batches on every rank; 1F1B keeps 4, 3, 2 and 1")
+            "Bars: GPipe keeps 16 micro-batches on every rank; 1F1B keeps 4, 3, 2 and "
+            "1")
 
 # %% [markdown]
 # What 1F1B keeps does not grow with $m$. So $m$ can be large, and *that* makes the bubble small.
@@ -480,12 +503,14 @@ lab.picture(pipeline.activations_kept(made),
 # > rank wait?
 
 # %%
-my_gpipe, my_alternating = 57.0, 57.0                # your predictions, in forward passes
+# your predictions, in forward passes
+my_gpipe, my_alternating = 57.0, 57.0
 
 
 # %%
 def takes(make, send: float) -> float:
-    """Time of a step, 16 micro-batches on 4 ranks, in forward passes; a message takes `send`."""
+    """Time of a step, 16 micro-batches on 4 ranks, in forward passes; a message takes
+    `send`."""
     made = [make(4, rank, 16) for rank in range(4)]
     return max(end for _, end in schedules.timeline(made, send=send).values())
 
@@ -514,10 +539,13 @@ for send in (0, 0.01, 0.1, 0.5):
 # > keeps the least?
 
 # %%
-slider = widgets.explore(pipeline.simulated, schedule=["gpipe", "1f1b", "interleaved"], p=[4, 2, 8], m=[8, 4, 16, 32],
+slider = widgets.explore(pipeline.simulated, schedule=["gpipe", "1f1b", "interleaved"],
+                         p=[4, 2, 8], m=[8, 4, 16, 32],
                          v=[2, 3, 4],
-                         alt="The timeline of a schedule with p ranks and m micro-batches: which rank computes which "
-                             "micro-batch when, and the share of idle time. Only the interleaved schedule uses v.")
+                         alt="The timeline of a schedule with p ranks and m "
+                         "micro-batches: which rank computes which "
+                             "micro-batch when, and the share of idle time. Only the "
+                         "interleaved schedule uses v.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -561,7 +589,8 @@ lab.show("course.parallel.pipeline_parallel.schedules.interleaved")
 # a single process, in float64:
 
 # %%
-layout = config.load("vit-demo", [*verify.DEFAULTS, *FIVE, "parallel.pp=4", "parallel.dp=1", "train.micro_batch=2"])
+layout = config.load("vit-demo", [*verify.DEFAULTS, *FIVE, "parallel.pp=4",
+                                  "parallel.dp=1", "train.micro_batch=2"])
 
 
 def compared():
@@ -660,13 +689,18 @@ my_1f1b = 0.16                   # your predictions
 my_two_chunks = 0.09
 
 # %%
-rows = {(row["case"], row["gpus"]): row for row in lab.results("pp_h200")["rows"] if "ms" in row}
+rows = {(row["case"], row["gpus"]): row for row in lab.results("pp_h200")["rows"]
+        if "ms" in row}
 single = rows["one GPU", 1]["ms"]
-lost_share = {case: 1 - single / (gpus * row["ms"]) for (case, gpus), row in rows.items() if gpus == 4}
-lab.recorded("pp_h200", {case: {"ms": rows[case, 4]["ms"], "lost, %": 100 * share, "GB, largest rank": rows[case, 4]["memory_gb"]}
-                         for case, share in lost_share.items()}, why=f"Four GPUs; one GPU takes {single:.0f} ms")
+lost_share = {case: 1 - single / (gpus * row["ms"])
+              for (case, gpus), row in rows.items() if gpus == 4}
+lab.recorded("pp_h200", {case: {"ms": rows[case, 4]["ms"], "lost, %": 100 * share,
+                                "GB, largest rank": rows[case, 4]["memory_gb"]}
+                         for case, share in lost_share.items()},
+             why=f"Four GPUs; one GPU takes {single:.0f} ms")
 lab.beside("\nlost in 1F1B", my_1f1b, lost_share["1f1b"], how="recorded")
-lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"], how="recorded")
+lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"],
+           how="recorded")
 
 # %% [markdown]
 # **What you should see:** GPipe loses {result: share_lost("gpipe") | .1%} and 1F1B {result: share_lost("1f1b") | .1%}.

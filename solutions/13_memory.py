@@ -91,14 +91,17 @@ cpu = torch.device("cpu")
 
 
 def new_model(how: str = "none") -> nn.Module:
-    """The model of the preset with fresh weights. `how`: see the second half of this lesson."""
-    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float32)
+    """The model of the preset with fresh weights. `how`: see the second half of this
+    lesson."""
+    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu,
+                                       torch.float32)
     return checkpoint_activations(model, how)
 
 
 def batch_of(model: nn.Module, samples: int) -> dict[str, Tensor]:
     """Random numbers in the shape of a batch, prepared for the model."""
-    return model.prepare(model.example(samples, cpu), torch.zeros((), dtype=torch.int64))
+    return model.prepare(model.example(samples, cpu),
+                         torch.zeros((), dtype=torch.int64))
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -115,8 +118,10 @@ parameters = sum(p.numel() for p in model.parameters())
 def count_bytes() -> dict[str, int]:
     """The bytes of weights, gradients and optimizer states."""
     return {"weights": sum(p.nbytes for p in model.parameters()),
-            "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-            "optimizer states": sum(x.nbytes for state in optimizer.state.values() for x in state.values())}
+            "gradients": sum(p.grad.nbytes for p in model.parameters()
+                             if p.grad is not None),
+            "optimizer states": sum(x.nbytes for state in optimizer.state.values()
+                                    for x in state.values())}
 
 
 before = count_bytes()
@@ -159,8 +164,10 @@ print(before)
 
 # %%
 def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """Bytes that autograd keeps from a forward pass, without the model and the batch."""
-    known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *batch.values()]}
+    """Bytes that autograd keeps from a forward pass, without the model and the
+    batch."""
+    known = {x.untyped_storage().data_ptr() for x in [*model.parameters(),
+                                                      *batch.values()]}
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -191,7 +198,8 @@ lab.show("course.models.layers.Block")
 my_activations = 8               # your prediction, in units of (B, T, D)
 
 # %%
-unit = 4 * settings.model.tokens * settings.model.dim * 4                       # bytes of (4, T, D) in float32
+# bytes of (4, T, D) in float32
+unit = 4 * settings.model.tokens * settings.model.dim * 4
 sizes = {}
 for depth in (4, 5):
     settings = config.load("vit-demo", [f"model.depth={depth}"])
@@ -221,11 +229,14 @@ lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)"
 # %%
 samples = [1, 2, 4, 8, 16]
 activations = [kept_bytes(model, batch_of(model, count)) / 1e6 for count in samples]
-curve = style.curves({"activations": (samples, activations)}, "samples", "MB", "What training keeps",
-                       {"weights, gradients, states": sum(after.values()) / 1e6, "weights alone": after["weights"] / 1e6})
+curve = style.curves({"activations": (samples, activations)}, "samples", "MB",
+                     "What training keeps",
+                       {"weights, gradients, states": sum(after.values()) / 1e6,
+                        "weights alone": after["weights"] / 1e6})
 lab.picture(curve,
-            "Activations rise on a straight line through the origin. It crosses two horizontal "
-            "lines, one for the weights and one for weights, gradients and states.")
+            "Activations rise on a straight line through the origin. It crosses two "
+            "horizontal lines, one for the weights and one for weights, gradients and "
+            "states.")
 
 # %% [markdown]
 # Activations grow with the samples, or with the tokens of one long sample. The rest is constant. Here activations are the
@@ -276,8 +287,10 @@ check("training-bytes")
 bars = {}
 for stage in range(4):
     weights, gradients, states = training_bytes(7 * 10**9, 8, stage)
-    bars[f"ZeRO-{stage}"] = {"weights": weights / 1e9, "gradients": gradients / 1e9, "optimizer states": states / 1e9}
-lab.picture(style.stacked(bars, "GB", limits={"one H200": 151}, title="7 billion parameters on 8 ranks"),
+    bars[f"ZeRO-{stage}"] = {"weights": weights / 1e9, "gradients": gradients / 1e9,
+                             "optimizer states": states / 1e9}
+lab.picture(style.stacked(bars, "GB", limits={"one H200": 151},
+                          title="7 billion parameters on 8 ranks"),
             "Stacked bars for the stages 0 to 3: "
             + ", ".join(f"{sum(bar.values()):g} GB" for bar in bars.values())
             + ". Half of the first bar is optimizer states.")
@@ -364,14 +377,19 @@ check("zero-optimizer")
 # > **Question.** In which order do the weights lie in the bucket?
 
 # %%
-FOUR = ("vit-demo", "model.depth=1", "train.global_batch=4", "parallel.dp=4", "parallel.zero=1")
-WEIGHTS = {name: f"blocks.0.{name}" for name in ("norm1.weight", "attn.qkv.weight", "attn.out.weight", "mlp.up.weight",
-                                                 "mlp.up.bias", "mlp.down.weight", "mlp.down.bias")}
-lab.picture(who_holds.parameters(ranks(4)(trace, *FOUR), WEIGHTS, of="states", title="whose states are where, ZeRO-1 over 4"),
-            "Four rows of boxes, one for each rank. Rank 0 has the states of mlp.down.bias and of the first half of "
-            "mlp.down.weight, rank 1 those of the rest, of mlp.up.bias and of most of mlp.up.weight, rank 2 those of the rest, "
-            "of attn.out.weight and of most of attn.qkv.weight, rank 3 those of what remains and of norm1.weight. Each "
-            "number is with one rank.")
+FOUR = ("vit-demo", "model.depth=1", "train.global_batch=4", "parallel.dp=4",
+        "parallel.zero=1")
+WEIGHTS = {name: f"blocks.0.{name}" for name in ("norm1.weight", "attn.qkv.weight",
+                                                 "attn.out.weight", "mlp.up.weight",
+                                                 "mlp.up.bias", "mlp.down.weight",
+                                                 "mlp.down.bias")}
+lab.picture(who_holds.parameters(ranks(4)(trace, *FOUR), WEIGHTS, of="states",
+                                 title="whose states are where, ZeRO-1 over 4"),
+            "Four rows of boxes, one for each rank. Rank 0 has the states of "
+            "mlp.down.bias and of the first half of mlp.down.weight, rank 1 those of "
+            "the rest, of mlp.up.bias and of most of mlp.up.weight, rank 2 those of "
+            "the rest, of attn.out.weight and of most of attn.qkv.weight, rank 3 "
+            "those of what remains and of norm1.weight. Each number is with one rank.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -401,21 +419,27 @@ my_state_bytes = 8               # your prediction
 
 # %%
 def states_and_parity() -> tuple[float, Any]:
-    """Bytes of states on this rank per parameter of the model, and the gaps to one process."""
+    """Bytes of states on this rank per parameter of the model, and the gaps to one
+    process."""
     from course.training.assemble import assemble
 
-    c = config.load("vit-demo", ["parallel.zero=1", "parallel.bucket_mb=1", "data.source=mock", "train.device=cpu"])
+    c = config.load("vit-demo", ["parallel.zero=1", "parallel.bucket_mb=1",
+                                 "data.source=mock", "train.device=cpu"])
     training = assemble(c, parallel.build_mesh(c.parallel, parallel.join("cpu")))
     training.step(training.model.example(2, torch.device("cpu")))
     training.gradients.wait_parameters()
-    states = sum(x.nbytes for state in training.optimizer.state.values() for x in state.values())
-    return states / sum(p.numel() for p in training.model.parameters()), verify.compare(exact)
+    states = sum(x.nbytes for state in training.optimizer.state.values()
+                 for x in state.values())
+    return states / sum(p.numel()
+                        for p in training.model.parameters()), verify.compare(exact)
 
 
-exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]", "parallel.zero=1", "parallel.dp=2",
+exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]",
+                                 "parallel.zero=1", "parallel.dp=2",
                                  "parallel.bucket_mb=0.5", "train.device=cpu"])
 (state_bytes, gaps), _ = ranks(2)(states_and_parity)
-lab.beside("bytes of states a parameter, on each of 2 ranks", my_state_bytes, state_bytes)
+lab.beside("bytes of states a parameter, on each of 2 ranks", my_state_bytes,
+           state_bytes)
 assert verify.tell(exact, gaps)
 
 # %% [markdown]
@@ -447,7 +471,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def costs(how: str) -> dict[str, float]:
-    """One forward and backward pass: activations kept, the peak, and FLOPs of matmuls."""
+    """One forward and backward pass: activations kept, the peak, and FLOPs of
+    matmuls."""
     model = new_model(how)
     batch = batch_of(model, 4)
     with MemoryMeter() as meter:
@@ -456,18 +481,24 @@ def costs(how: str) -> dict[str, float]:
         loss.backward()
     with FlopCounterMode(display=False) as counter:
         loss_of(model, batch).backward()
-    return {"after forward, MB": after_forward / 1e6, "peak, MB": meter.peak / 1e6, "GFLOP": counter.get_total_flops() / 1e9}
+    return {"after forward, MB": after_forward / 1e6, "peak, MB": meter.peak / 1e6,
+            "GFLOP": counter.get_total_flops() / 1e9}
 
 
 measured = {how: costs(how) for how in ("none", "selective", "full")}
 for how, values in measured.items():
-    print(f"{how:10}", "   ".join(f"{name} {value:6.2f}" for name, value in values.items()))
+    print(f"{how:10}", "   ".join(f"{name} {value:6.2f}"
+                                  for name, value in values.items()))
 
 depth = settings.model.depth
-ends = measured["none"]["after forward, MB"] * 1e6 / unit - depth * (sizes[5] - sizes[4])     # embedding, head, loss: in units
-each = {how: (values["after forward, MB"] * 1e6 / unit - ends) / depth for how, values in measured.items()}
+# embedding, head, loss: in units
+ends = measured["none"]["after forward, MB"] * 1e6 / unit - depth * (
+    sizes[5] - sizes[4])
+each = {how: (values["after forward, MB"] * 1e6 / unit - ends) / depth
+        for how, values in measured.items()}
 lab.beside("\nfull: kept by each block", my_full, each["full"], "(B, T, D)")
-lab.beside("selective: kept by each block", my_selective, each["selective"], "(B, T, D)")
+lab.beside("selective: kept by each block", my_selective, each["selective"],
+           "(B, T, D)")
 
 # %% [markdown]
 # `MemoryMeter` watches every operator and counts the bytes of all living tensors, like `torch.cuda.max_memory_allocated` on a
@@ -489,8 +520,10 @@ lab.beside("selective: kept by each block", my_selective, each["selective"], "(B
 # </details>
 
 # %%
-bars = {how: {"activations": values["after forward, MB"]} for how, values in measured.items()}
-lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
+bars = {how: {"activations": values["after forward, MB"]}
+        for how, values in measured.items()}
+lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass, 4 "
+                          "samples, 4 blocks"),
             "Three bars: none is the longest, selective keeps "
             + ", full keeps ".join(
                 f"{measured[how]['after forward, MB'] / measured['none']['after forward, MB']:.0%} of it"
@@ -506,10 +539,15 @@ lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass,
 # > H200, with 8 ranks? And 70 billion?
 
 # %%
-slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", "13 B", "70 B"], precision=["fp32", "bf16"],
-                         dp=[8, 1, 2, 4, 16, 64], zero=[0, 1, 2, 3], recompute=["none", "selective", "full"],
-                         alt="Two stacked bars of weights, gradients, optimizer states and activations: with "
-                             "nothing saved, and as chosen. A line marks the memory of one GPU.")
+slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", "13 B",
+                                                      "70 B"],
+                         precision=["fp32", "bf16"],
+                         dp=[8, 1, 2, 4, 16, 64], zero=[0, 1, 2, 3],
+                         recompute=["none", "selective", "full"],
+                         alt="Two stacked bars of weights, gradients, optimizer "
+                         "states and activations: with "
+                             "nothing saved, and as chosen. A line marks the "
+                         "memory of one GPU.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -633,12 +671,17 @@ my_states_gb = 2.4               # your prediction; 300 million parameters
 my_relative_time = 1.0           # ZeRO-1's time over that of DDP
 
 # %%
-rows = {row["case"]: row for row in lab.results("zero_h200")["rows"] if row["gpus"] == 4 and "ms" in row}
-lab.recorded("zero_h200", {case: {"ms": row["ms"], "GB at the peak": row["memory_gb"], "GB of states": row["optimizer_gb"],
-                                  "in theory": row["theory_gb"]} for case, row in rows.items()}, why="Four GPUs")
+rows = {row["case"]: row for row in lab.results("zero_h200")["rows"] if row["gpus"] == 4
+        and "ms" in row}
+lab.recorded("zero_h200", {case: {"ms": row["ms"], "GB at the peak": row["memory_gb"],
+                                  "GB of states": row["optimizer_gb"],
+                                  "in theory": row["theory_gb"]}
+                           for case, row in rows.items()}, why="Four GPUs")
 ours = rows["ZeRO-1, 16-bit copies"]
-lab.beside("\nGB of states on each of 4 ranks", my_states_gb, ours["optimizer_gb"], "GB", "recorded")
-lab.beside("ZeRO-1's step over DDP's", my_relative_time, ours["ms"] / rows["ddp"]["ms"], how="recorded")
+lab.beside("\nGB of states on each of 4 ranks", my_states_gb, ours["optimizer_gb"],
+           "GB", "recorded")
+lab.beside("ZeRO-1's step over DDP's", my_relative_time, ours["ms"] / rows["ddp"]["ms"],
+           how="recorded")
 
 # %% [markdown]
 # **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks. The step takes

@@ -134,20 +134,25 @@ cpu = torch.device("cpu")
 
 def new_model(settings: config.Config) -> nn.Module:
     """The serial model of a configuration, with fresh weights."""
-    return parallel.initialize_serial(models.build_model(settings.model), settings.train.seed, cpu, torch.float32)
+    return parallel.initialize_serial(models.build_model(settings.model),
+                                      settings.train.seed, cpu, torch.float32)
 
 
 def loss_of(model: nn.Module, samples: int) -> float:
     """The mean loss of random tokens."""
-    batch = model.prepare(model.example(samples, cpu), torch.zeros((), dtype=torch.int64))
+    batch = model.prepare(model.example(samples, cpu),
+                          torch.zeros((), dtype=torch.int64))
     total, weight = model.loss(model(batch), batch)
     return (total / weight).item()
 
 
-lab.beside("loss of a new model", my_loss, loss_of(new_model(config.load("gpt-demo")), 8))
-small = models.build_model(config.load("gpt-124m").model)               # on the meta device: shapes without memory
+lab.beside("loss of a new model", my_loss, loss_of(new_model(config.load("gpt-demo")),
+                                                   8))
+# on the meta device: shapes without memory
+small = models.build_model(config.load("gpt-124m").model)
 parameters = sum(p.numel() for p in small.parameters())
-lab.beside("the embedding's part of GPT 124M", my_percent, 100 * small.embed.token.weight.numel() / parameters, "%", "counted")
+lab.beside("the embedding's part of GPT 124M", my_percent,
+           100 * small.embed.token.weight.numel() / parameters, "%", "counted")
 
 # %% [markdown]
 # All 512 tokens are about equally probable, so the loss is log 512 = 6.24. If your training starts much higher, the initial
@@ -167,8 +172,10 @@ my_logits_gb = 1.0
 
 # %%
 c = config.load("gpt-124m").model
-lab.beside("a block keeps", my_block_gb, 16 * 64 * c.context * c.dim * 2 / 1e9, "GB", "counted")
-lab.beside("the logits are", my_logits_gb, gpt.logits_bytes(64, c.context, c.vocab) / 1e9, "GB", "counted")
+lab.beside("a block keeps", my_block_gb, 16 * 64 * c.context * c.dim * 2 / 1e9, "GB",
+           "counted")
+lab.beside("the logits are", my_logits_gb, gpt.logits_bytes(64, c.context, c.vocab)
+           / 1e9, "GB", "counted")
 
 # %% [markdown]
 # One tensor of 13 GB, as much as eight of the twelve blocks keep. It does not come alone: autograd keeps the log-softmax and
@@ -274,11 +281,14 @@ def peak(loss: Any) -> tuple[float, float]:
 
 
 found = {"all at once": peak(whole)}
-found |= {f"chunks of {size}": peak(lambda x, w, size=size: LossInChunks.apply(x, w, target, size)) for size in (512, 128, 32)}
+found |= {f"chunks of {size}": peak(lambda x, w,
+                                    size=size: LossInChunks.apply(x, w, target, size))
+          for size in (512, 128, 32)}
 lab.beside("all at once", my_whole, found["all at once"][0], "times the logits")
 lab.beside("chunks of 128", my_chunked, found["chunks of 128"][0], "times the logits")
 for name, (units, seconds) in found.items():
-    print(f"{name:15} peak {units * logits_bytes / 1e6:6.1f} MB, {1000 * seconds:4.0f} ms")
+    print(f"{name:15} peak {units * logits_bytes / 1e6:6.1f} MB, "
+          f"{1000 * seconds:4.0f} ms")
 
 # %% [markdown]
 # **What you should see:** all at once needs three times the logits: the logits, their log-softmax and its gradient. Chunks of
@@ -299,9 +309,11 @@ lab.show("course.models.gpt.chunk_of_loss")
 # > **Predict, before you move the sliders:** with the vocabulary of Llama 3, 128,256 tokens, what fills the GPU?
 
 # %%
-slider = widgets.explore(gpt.explore_logits, vocabulary=[50304, 512, 32000, 128256], batch=[64, 8, 16, 32],
+slider = widgets.explore(gpt.explore_logits, vocabulary=[50304, 512, 32000, 128256],
+                         batch=[64, 8, 16, 32],
                          tp=[1, 2, 4, 8], chunk=[0, 16384, 4096, 1024],
-                         alt="Three bars: the logits of all tokens, the logits in memory at one time with your "
+                         alt="Three bars: the logits of all tokens, the logits in "
+                         "memory at one time with your "
                              "choice, and what 12 blocks keep.")
 
 # %% [markdown]
@@ -332,11 +344,14 @@ print("rank", 13 // 4, "row", 13 % 4, "- you predicted", my_rank, "and", my_row)
 # %%
 FOUR = ("gpt-demo", "model.depth=1", "train.global_batch=2", "parallel.tp=4")
 four_ranks = ranks(4)(trace, *FOUR)
-CUT = {"token": "embed.token.weight", "position": "embed.pos", "block 0: up": "blocks.0.mlp.up.weight",
+CUT = {"token": "embed.token.weight", "position": "embed.pos",
+       "block 0: up": "blocks.0.mlp.up.weight",
        "block 0: down": "blocks.0.mlp.down.weight", "last norm": "head.norm.weight"}
-lab.picture(who_holds.parameters(four_ranks, CUT, title="weights of a GPT by rank, tp=4"),
-            "Four rows of boxes, one for each rank. Each rank has a quarter of the rows of the token embedding and of up, a "
-            "quarter of the columns of down, and the whole of the positions and of the last norm.")
+lab.picture(who_holds.parameters(four_ranks, CUT,
+                                 title="weights of a GPT by rank, tp=4"),
+            "Four rows of boxes, one for each rank. Each rank has a quarter of the "
+            "rows of the token embedding and of up, a quarter of the columns of down, "
+            "and the whole of the positions and of the last norm.")
 
 # %% [markdown]
 # Every rank gets all tokens. It cannot look up a token whose row is elsewhere, and it does not need to ask for it: it puts
@@ -377,7 +392,8 @@ check("vocabulary-embedding")
 my_bytes_a_token = 1000          # your prediction
 
 # %%
-lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8 * 2, "bytes a token", "counted")
+lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8 * 2,
+           "bytes a token", "counted")
 
 # %% [markdown]
 # 88 kB a token, where an all-reduce between two linears of GPT 124M sends 2.7 kB. And then every rank has all logits, which you
@@ -432,7 +448,8 @@ my_gathered = 100.0
 
 # %%
 def bytes_a_token(how: str) -> float:
-    """Bytes that this rank sends for each of 64 tokens, for the loss and its gradient."""
+    """Bytes that this rank sends for each of 64 tokens, for the loss and its
+    gradient."""
     from course.parallel.tensor_parallel.vocabulary import CrossEntropy
 
     axis = parallel.build_mesh(config.Parallel(tp=2), parallel.join("cpu")).tp
@@ -444,15 +461,19 @@ def bytes_a_token(how: str) -> float:
 
     def gathered() -> None:
         everything = mappings.gather(mine, 2, axis, 4096)
-        loss = F.cross_entropy(everything.flatten(0, 1), target.flatten(), reduction="sum")
-        (loss / axis.size).backward()               # the gather's backward pass adds up the shares
+        loss = F.cross_entropy(everything.flatten(0, 1), target.flatten(),
+                               reduction="sum")
+        # the gather's backward pass adds up the shares
+        (loss / axis.size).backward()
 
     _, calls = bytes_sent.collectives(pieces if how == "pieces" else gathered)
     return sum(call.sent for call in calls) / 64
 
 
-lab.beside("three numbers", my_three, ranks(2)(bytes_a_token, "pieces")[0], "bytes a token", "counted")
-lab.beside("gathered logits", my_gathered, ranks(2)(bytes_a_token, "gathered")[0], "bytes a token", "counted")
+lab.beside("three numbers", my_three, ranks(2)(bytes_a_token, "pieces")[0],
+           "bytes a token", "counted")
+lab.beside("gathered logits", my_gathered, ranks(2)(bytes_a_token, "gathered")[0],
+           "bytes a token", "counted")
 
 # %% [markdown]
 # **What you should see:** 12 bytes, which do not grow with the vocabulary. Gathered logits need 16,384: an all-gather forward and
@@ -465,13 +486,17 @@ lab.beside("gathered logits", my_gathered, ranks(2)(bytes_a_token, "gathered")[0
 
 # %%
 def with_yours() -> list[verify.Gap]:
-    """Compare two steps on one process with two on all ranks, which use your four objects."""
+    """Compare two steps on one process with two on all ranks, which use your four
+    objects."""
     with lab.yours(own, VocabularyEmbedding, losses_and_softmax, minus_target):
         return verify.compare(exact)
 
 
-exact = config.load("gpt-demo", [*verify.DEFAULTS, "model.depth=1", "model.loss_chunk=48", "parallel.dp=1", "parallel.tp=2",
-                                 "parallel.sp=true", "train.steps=2", "train.device=cpu"])
+exact = config.load("gpt-demo", [*verify.DEFAULTS, "model.depth=1",
+                                 "model.loss_chunk=48", "parallel.dp=1",
+                                 "parallel.tp=2",
+                                 "parallel.sp=true", "train.steps=2",
+                                 "train.device=cpu"])
 assert verify.tell(exact, ranks(2)(with_yours)[0])
 
 # %% [markdown]
@@ -499,15 +524,18 @@ assert verify.tell(exact, ranks(2)(with_yours)[0])
 # > **least** memory?
 
 # %%
-my_dp_ms, my_tp_ms = 464.0, 464.0                    # your predictions, for 8x1x1 and 1x8x1
+# your predictions, for 8x1x1 and 1x8x1
+my_dp_ms, my_tp_ms = 464.0, 464.0
 my_least = "1x8x1"
 
 # %%
 cases = {case.name: case for case in CASES}
-eight = [cases[f"{layout}_16_1536x16"] for layout in ("8x1x1", "4x2x1", "2x4x1", "1x8x1")]
+eight = [cases[f"{layout}_16_1536x16"] for layout in ("8x1x1", "4x2x1", "2x4x1",
+                                                      "1x8x1")]
 lab.beside("8x1x1", my_dp_ms, eight[0].ms, "ms", "recorded")
 lab.beside("1x8x1", my_tp_ms, eight[-1].ms, "ms", "recorded")
-print("least memory:", min(eight, key=lambda case: case.mib).name, "- you predicted", my_least)
+print("least memory:", min(eight, key=lambda case: case.mib).name, "- you predicted",
+      my_least)
 one_gpu = cases["1x1x1_2_1536x16"]
 lab.picture(gpt.grid([one_gpu, *eight], "The same work for a GPU: V100, 8 in a node"),
             "Five cases in three panels, milliseconds, MiB and TFLOP/s of a GPU: "
@@ -522,17 +550,22 @@ def sent(tp: int, dp: int, batch: int, width: int, depth: int) -> tuple[float, f
     """GB that a GPU sends in a step: (activations over tp, gradients over dp)."""
     activation = batch / dp * 2048 * width * 2
     parameters = (12 * depth * width**2 + 50304 * width) / tp
-    return 4 * depth * activation * 2 * (tp - 1) / tp / 1e9, parameters * 2 * 2 * (dp - 1) / dp / 1e9
+    return 4 * depth * activation * 2 * (tp
+                                         - 1) / tp / 1e9, parameters * 2 * 2 * (
+                                             dp - 1) / dp / 1e9
 
 
 for case in eight:
     dp, tp, _ = case.layout
     activations, gradients = sent(tp, dp, 16, 1536, 16)
-    print(f"{case.name}: {activations:5.2f} GB of activations, {gradients:5.2f} GB of gradients, {case.ms} ms")
+    print(f"{case.name}: {activations:5.2f} GB of activations, {gradients:5.2f} GB of "
+          f"gradients, {case.ms} ms")
 
-rate = sent(1, 8, 16, 1536, 16)[1] / (eight[0].ms - one_gpu.ms)      # GB in a millisecond
+# GB in a millisecond
+rate = sent(1, 8, 16, 1536, 16)[1] / (eight[0].ms - one_gpu.ms)
 wait = sent(8, 1, 16, 1536, 16)[0] / rate
-print(f"If nothing hid the gradients of 8x1x1, the links carried {1e3 * rate:.0f} GB/s.")
+print(f"If nothing hid the gradients of 8x1x1, the links carried {1e3 * rate:.0f} "
+      f"GB/s.")
 print(f"At that rate the activations of 1x8x1 take {wait:.0f} ms, with recomputation "
       f"{1.5 * wait:.0f} ms.")
 print(f"1x8x1 took {eight[-1].ms - one_gpu.ms} ms more than one GPU.")
@@ -559,7 +592,8 @@ for case in eight:
     dp, tp, _ = case.layout
     of_parameters = 18 * parameters / tp / 1e9
     rest = case.mib * 2**20 / 1e9 - of_parameters
-    print(f"{case.name}: {of_parameters:4.1f} GB of parameters, the rest for {16 // dp:2} samples: {rest:4.1f} GB, "
+    print(f"{case.name}: {of_parameters:4.1f} GB of parameters, the rest for "
+          f"{16 // dp:2} samples: {rest:4.1f} GB, "
           f"{rest / (16 // dp):.2f} GB each")
 
 # %% [markdown]
@@ -585,9 +619,11 @@ for case in eight:
 my_cliff_ms = 1400.0             # your prediction
 
 # %%
-lab.beside("1x16x1_16_3072x16", my_cliff_ms, cases["1x16x1_16_3072x16"].ms, "ms", "recorded")
+lab.beside("1x16x1_16_3072x16", my_cliff_ms, cases["1x16x1_16_3072x16"].ms, "ms",
+           "recorded")
 activations, _ = sent(16, 1, 16, 3072, 16)
-print(f"a GPU sends {activations:.1f} GB; one of each node sends them over the network: {activations / 12.5:.1f} s at 100 Gb/s")
+print(f"a GPU sends {activations:.1f} GB; one of each node sends them over the "
+      f"network: {activations / 12.5:.1f} s at 100 Gb/s")
 wide = [case for case in CASES if case.layout[1] >= 8 and case.layout[2] == 1]
 lab.picture(gpt.grid(wide),
             "Five cases, TFLOP/s of a GPU, lowest where tp crosses nodes: "
@@ -617,10 +653,12 @@ for case in pipelines:
     dp, tp, pp = case.layout
     micros = 512 // dp // case.micro_batch
     bubbles[case.name] = 100 * (pp - 1) / (micros + pp - 1)
-    print(f"{case.name}: {micros} micro-batches, bubble {bubbles[case.name]:.1f}%, {case.ms / 1e3:.1f} s, "
+    print(f"{case.name}: {micros} micro-batches, bubble {bubbles[case.name]:.1f}%, "
+          f"{case.ms / 1e3:.1f} s, "
           f"{gpt.tflops(case):.1f} TFLOP/s")
 lab.beside("bubble of 8x1x4", my_bubble, bubbles["8x1x4_512_1536x16"], "%", "counted")
-print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you predicted", my_fastest)
+print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you predicted",
+      my_fastest)
 
 # %% [markdown]
 # Each has 32 micro-batches, so the bubbles are small. 2x4x4 is the fastest of its model, although its bubble is not the smallest.
@@ -646,7 +684,8 @@ print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you pred
 
 # %%
 grid = widgets.explore(gpt.explore_cases, cases=list(gpt.GROUPS),
-                       alt="For each case of the source: milliseconds of an iteration, MiB and TFLOP/s of a GPU. The "
+                       alt="For each case of the source: milliseconds of an "
+                       "iteration, MiB and TFLOP/s of a GPU. The "
                            "color shows what is cut.")
 
 # %% [markdown]
@@ -664,7 +703,8 @@ grid = widgets.explore(gpt.explore_cases, cases=list(gpt.GROUPS),
 
 # %%
 data = Path("data/python-512")
-python_corpus.make(schema.build(python_corpus.PythonCorpus, {"path": str(data), "vocab": 512}, "tokens"))
+python_corpus.make(schema.build(python_corpus.PythonCorpus,
+                                {"path": str(data), "vocab": 512}, "tokens"))
 tokenizer = bpe.load(data / "tokenizer.json")
 for text in ("    def read(self, size=-1):", "xylophone"):
     print([tokenizer.decode([token]) for token in tokenizer.encode(text).ids])
@@ -681,8 +721,9 @@ for text in ("    def read(self, size=-1):", "xylophone"):
 
 # %%
 lab.picture(gpt.packed_samples([7, 4, 13, 2, 9], 8),
-            "A row of 35 boxes, with one color for each of five documents. Below, four samples of 8 boxes "
-            "and a hatched ninth box, the first of the next sample. Samples begin and end inside documents.")
+            "A row of 35 boxes, with one color for each of five documents. Below, "
+            "four samples of 8 boxes and a hatched ninth box, the first of the next "
+            "sample. Samples begin and end inside documents.")
 
 # %%
 counts = json.loads((data / "meta.json").read_text())["splits"]["train"]
@@ -716,7 +757,8 @@ lab.beside("samples", my_samples, len(samples), how="counted")
 
 # %%
 for dp in (1, 2, 4):
-    parts = [next(order.train_batches(0, len(samples), 8, dp, rank, 0)) for rank in range(dp)]
+    parts = [next(order.train_batches(0, len(samples), 8, dp, rank, 0))
+             for rank in range(dp)]
     print(f"dp={dp}:", "   ".join(" ".join(map(str, part)) for part in parts))
 
 # %% [markdown]
@@ -734,8 +776,11 @@ my_final_loss = 5.0              # your prediction
 # %%
 background_load.report()
 name = time.strftime("lesson14-%Y%m%d-%H%M%S")
-settings = config.load("gpt-python", [f"data.path={data}", "model.vocab=512", "model.dim=128", "model.depth=2", "model.heads=4",
-                                      "optim.lr=4e-3", "optim.warmup=20", "train.steps=200", "train.eval_every=0", "log.every=50",
+settings = config.load("gpt-python", [f"data.path={data}", "model.vocab=512",
+                                      "model.dim=128", "model.depth=2", "model.heads=4",
+                                      "optim.lr=4e-3", "optim.warmup=20",
+                                      "train.steps=200", "train.eval_every=0",
+                                      "log.every=50",
                                       "train.device=cpu", f"log.name={name}"])
 run = trainer.main(settings)
 record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -752,9 +797,11 @@ lab.beside("\nloss of the validation split", my_final_loss, record["valid_loss"]
 # %%
 valid = json.loads((data / "meta.json").read_text())["splits"]["valid"]
 each = valid["bytes"] / valid["tokens"]
-print(f"vocabulary  512: {each:.2f} bytes a token, {record['valid_loss'] / each / math.log(2):.2f} bits a byte")
+print(f"vocabulary  512: {each:.2f} bytes a token, "
+      f"{record['valid_loss'] / each / math.log(2):.2f} bits a byte")
 recorded_loss = lab.results("gpt_python_cpu")["valid_loss"]["600"]
-print(f"vocabulary 4096: 3.62 bytes a token, {recorded_loss / 3.62 / math.log(2):.2f} bits a byte")
+print(f"vocabulary 4096: 3.62 bytes a token, {recorded_loss / 3.62 / math.log(2):.2f} "
+      f"bits a byte")
 
 # %% [markdown]
 # Never compare losses of different tokenizers. Compare bits per byte: the size of the text if the model compressed it.
@@ -769,7 +816,8 @@ untrained = new_model(settings)
 print(tokenizer.decode(generate(untrained, prompt, 40, 0.7)[0].tolist()))
 
 # %%
-texts = sample_text.sample_run(run, "def", count=100, temperature=0.7, top_k=0, seed=1, samples=2)
+texts = sample_text.sample_run(run, "def", count=100, temperature=0.7, top_k=0, seed=1,
+                               samples=2)
 
 # %% [markdown]
 # **What you should see:** nonsense before training. Afterwards you see indentation, brackets that often close, `self.` and
@@ -790,7 +838,8 @@ my_speedup = 10.0
 # %%
 model = new_model(settings)
 positions: list[int] = []
-hook = model.embed.register_forward_hook(lambda module, given, out: positions.append(out.shape[1]))
+hook = model.embed.register_forward_hook(lambda module, given,
+                                         out: positions.append(out.shape[1]))
 
 
 def write(cache: bool) -> tuple[int, float]:
@@ -820,7 +869,8 @@ my_cache_mb = 10                 # your prediction
 
 # %%
 big = config.load("gpt-7b").model
-lab.beside("cache", my_cache_mb, 2 * big.depth * big.dim * 2 * big.context / 1e6, "MB", "counted")
+lab.beside("cache", my_cache_mb, 2 * big.depth * big.dim * 2 * big.context / 1e6, "MB",
+           "counted")
 
 # %% [markdown]
 # Each block keeps two vectors of width `dim` for each token: half a megabyte a token in all. 100 texts of 2048 tokens would fill
@@ -849,11 +899,15 @@ lab.beside("cache", my_cache_mb, 2 * big.depth * big.dim * 2 * big.context / 1e6
 my_billions = 7.0                # your prediction, in billions
 
 # %%
-llama = ["model.norm=rms", "model.mlp=swiglu", "model.position=rotary", "model.bias=false", "model.tied=false"]
-two = config.load("gpt-7b", [*llama, "model.vocab=32000", "model.dim=4096", "model.depth=32", "model.heads=32",
+llama = ["model.norm=rms", "model.mlp=swiglu", "model.position=rotary",
+         "model.bias=false", "model.tied=false"]
+two = config.load("gpt-7b", [*llama, "model.vocab=32000", "model.dim=4096",
+                             "model.depth=32", "model.heads=32",
                              "model.mlp_width=11008", "model.context=4096"])
-three = config.load("gpt-7b", [*llama, "model.vocab=128256", "model.dim=4096", "model.depth=32", "model.heads=32",
-                               "model.kv_heads=8", "model.mlp_width=14336", "model.context=8192", "model.rope_theta=5e5"])
+three = config.load("gpt-7b", [*llama, "model.vocab=128256", "model.dim=4096",
+                               "model.depth=32", "model.heads=32",
+                               "model.kv_heads=8", "model.mlp_width=14336",
+                               "model.context=8192", "model.rope_theta=5e5"])
 for name, settings in {"Llama 2 7B": two, "Llama 3 8B": three}.items():
     count = sum(p.numel() for p in models.build_model(settings.model).parameters())
     print(f"{name}: {count:,} parameters")
@@ -891,7 +945,8 @@ for name, settings in {"Llama 2 7B": two, "Llama 3 8B": three}.items():
 my_idx_bytes = 1000              # your prediction
 
 # %%
-lab.beside("bytes of train.idx", my_idx_bytes, (data / "train.idx").stat().st_size, "bytes")
+lab.beside("bytes of train.idx", my_idx_bytes, (data / "train.idx").stat().st_size,
+           "bytes")
 
 # %% [markdown]
 # A header of 34 bytes, 20 for each document, and 8 at the end. (Why int32 for lengths and int64 for pointers? No sequence has two
@@ -921,7 +976,8 @@ check("read-index")
 good = (data / "train.idx").read_bytes()
 folder = Path("runs/lesson-14")
 folder.mkdir(parents=True, exist_ok=True)
-for what, raw in {"cut off": good[:-100], "a zip file": b"PK" + good[2:], "fractions": good[:17] + b"\6" + good[18:]}.items():
+for what, raw in {"cut off": good[:-100], "a zip file": b"PK" + good[2:],
+                  "fractions": good[:17] + b"\6" + good[18:]}.items():
     (folder / "damaged.idx").write_bytes(raw)
     try:
         read_index(folder / "damaged.idx")
@@ -982,10 +1038,14 @@ my_gb_saved = 13.2               # your prediction
 
 # %%
 recorded_rows = {row["configuration"]: row for row in lab.results("gpt_h200")["rows"]}
-lab.recorded("gpt_h200", {name: {"tokens/s": row["tokens_per_s"], "ms": row["ms"], "GB": row["memory_gb"],
-                                 "MFU, %": 100 * row["mfu"]} for name, row in recorded_rows.items()}, why="GPTs on one H200")
+lab.recorded("gpt_h200", {name: {"tokens/s": row["tokens_per_s"], "ms": row["ms"],
+                                 "GB": row["memory_gb"],
+                                 "MFU, %": 100 * row["mfu"]}
+                          for name, row in recorded_rows.items()},
+             why="GPTs on one H200")
 chunked = "124M: bf16, compiled, narrow stream"
-saved = recorded_rows[f"{chunked}, all logits"]["memory_gb"] - recorded_rows[chunked]["memory_gb"]
+saved = recorded_rows[f"{chunked}, all "
+                      f"logits"]["memory_gb"] - recorded_rows[chunked]["memory_gb"]
 lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 
 # %% [markdown]
@@ -1003,18 +1063,23 @@ lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 # > **Predict** how much longer each takes than one H200 with the same micro-batch and a similar host.
 
 # %%
-my_tp_percent, my_dp_percent = 44.0, 4.0             # your predictions, for two H200s over one
+# your predictions, for two H200s over one
+my_tp_percent, my_dp_percent = 44.0, 4.0
 
 # %%
 both = lab.results("grid_2xh200")["rows"]
 one, two = ({row["case"]: row["tflops"] for row in found if "tflops" in row}
             for found in (lab.results("grid_h200")["again"]["rows"], both))
-for what, predicted, alone, cut in (("tp", my_tp_percent, "1x1x1_16_1536x16", "1x2x1_16_1536x16"),
-                                    ("dp", my_dp_percent, "1x1x1_2_1536x16", "2x1x1_4_1536x16")):
-    lab.beside(f"{what} over two H200s", predicted, 100 * (one[alone] / two[cut] - 1), "% longer than one", "recorded")
+for what, predicted, alone, cut in (("tp", my_tp_percent, "1x1x1_16_1536x16",
+                                     "1x2x1_16_1536x16"),
+                                    ("dp", my_dp_percent, "1x1x1_2_1536x16",
+                                     "2x1x1_4_1536x16")):
+    lab.beside(f"{what} over two H200s", predicted, 100 * (one[alone] / two[cut] - 1),
+               "% longer than one", "recorded")
 rows = [row for row in both if not row["case"].endswith("layers")]
 lab.recorded("grid_2xh200", gpt.table(rows), why="The grid on two H200s, per GPU")
-lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU by case: {gpt.describe_measured(rows)}")
+lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU by case: "
+            f"{gpt.describe_measured(rows)}")
 
 # %% [markdown]
 # > **Question.** The dp case is far *slower* for its work than the tp case, although tp has all the communication. Why?
@@ -1034,8 +1099,10 @@ lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU by case: {gpt.describe_measur
 my_layers_ms = 62.0              # your prediction
 
 # %%
-four = [row for row in lab.results("grid_4xh200")["rows"] if row["case"].endswith("layers")]
-lab.recorded("grid_4xh200", gpt.table(four), why="The layers of one micro-batch alone, on four H200s")
+four = [row for row in lab.results("grid_4xh200")["rows"]
+        if row["case"].endswith("layers")]
+lab.recorded("grid_4xh200", gpt.table(four), why="The layers of one micro-batch "
+             "alone, on four H200s")
 measured = next(row["ms"] for row in four
                 if row["case"] == "1x4x1_16_1536x16, layers" and row["by"] == "course")
 lab.beside("layers on four H200s", my_layers_ms, measured, "ms", "recorded")

@@ -134,16 +134,20 @@ noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
 lab.beside("factor of the sample at t = 500", my_left,
            diffusion.signal_variance(cpu)[500].sqrt().item(), how="computed")
 times = [0, 125, 250, 375, 500, 625, 750, 875, 999]
-rows = {name: torch.cat([diffusion.noisy_example(name, clean, noise, torch.tensor([t]))[0] for t in times])[:, 0].numpy()
+rows = {name: torch.cat([diffusion.noisy_example(name, clean, noise,
+                                                 torch.tensor([t]))[0]
+                         for t in times])[:, 0].numpy()
         for name in ("epsilon", "flow")}
 many = digits.__getitems__(list(range(1000)))["latent"]
-print("mean square of digits", f"{many.square().mean():.2f};", "of x_t at t = 0, 500, 999:", ", ".join(
+print("mean square of digits", f"{many.square().mean():.2f};",
+      "of x_t at t = 0, 500, 999:", ", ".join(
     f"{diffusion.noisy_example('epsilon', many, torch.randn_like(many), torch.full((1000,), t))[0].square().mean():.2f}"
     for t in (0, 500, 999)))
-lab.picture(figures_dit.images({"diffusion": rows["epsilon"], "rectified flow": rows["flow"]}, times,
+lab.picture(figures_dit.images({"diffusion": rows["epsilon"],
+                                "rectified flow": rows["flow"]}, times,
                                "A digit on its way to noise"),
-            "The same digit at nine times. Diffusion, in the upper row, hides it in noise by t = 500, "
-            "rectified flow, in the lower row, by t = 750")
+            "The same digit at nine times. Diffusion, in the upper row, hides it in "
+            "noise by t = 500, rectified flow, in the lower row, by t = 750")
 
 # %% [markdown]
 # Diffusion's linear schedule destroys the sample early. Half of its time steps show almost nothing but noise.
@@ -208,26 +212,35 @@ check("adaln")
 
 # %%
 lab.picture(figures_dit.adaln_block(),
-            "Two rows, attention above the MLP: norm, modulate, the branch, times, plus. Shift and scale enter at "
-            "modulate, the gate at times. A line leads the tokens past each branch to the plus.")
+            "Two rows, attention above the MLP: norm, modulate, the branch, times, "
+            "plus. Shift and scale enter at modulate, the gate at times. A line leads "
+            "the tokens past each branch to the plus.")
 
 
 # %%
 def assemble(*overrides: str) -> Training:
     """A small DiT for digits with rectified flow, and its training."""
-    settings = config.load("dit-digits", ["model.dim=64", "model.depth=3", "train.steps=700", "optim.lr=3e-3", "optim.warmup=50",
-                                          "optim.ema=0", "train.device=cpu", *overrides])
-    return assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    settings = config.load("dit-digits", ["model.dim=64", "model.depth=3",
+                                          "train.steps=700", "optim.lr=3e-3",
+                                          "optim.warmup=50",
+                                          "optim.ema=0", "train.device=cpu",
+                                          *overrides])
+    return assemble_training(settings,
+                             parallel.build_mesh(settings.parallel,
+                                                 parallel.World(device=cpu)))
 
 
 with lab.yours(AdaLNBlock, modulate):
     digit_run = assemble()
-loader = data.train_loader(digit_run.config, digit_run.mesh.dp, cpu, 0, digit_run.model.example)
-found = [digit_run.step(next(loader))[0].item() for _ in range(digit_run.config.train.steps)]
+loader = data.train_loader(digit_run.config, digit_run.mesh.dp, cpu, 0,
+                           digit_run.model.example)
+found = [digit_run.step(next(loader))[0].item()
+         for _ in range(digit_run.config.train.steps)]
 loader.close()
 lab.beside("the first loss", my_first_loss, found[0])
 means = torch.tensor(found).unfold(0, 25, 25).mean(1)
-lab.picture(style.curves({"your blocks": (range(25, 701, 25), means.tolist())}, "step", "loss, means of 25 steps",
+lab.picture(style.curves({"your blocks": (range(25, 701, 25), means.tolist())}, "step",
+                         "loss, means of 25 steps",
                          "A DiT with a quarter of a million parameters learns digits"),
             f"A curve of means that falls from {means[0]:.1f} to {means[-1]:.1f}")
 
@@ -290,12 +303,15 @@ drawn = {}
 with lab.yours(guided):
     for scale in (1, 2, 4, 8):
         drawn[scale] = diffusion_sampler.sample_latents(digit_run.model, labels,
-                                              diffusion_sampler.SamplerSettings(steps=20, guidance=scale, batch=120))
+                                              diffusion_sampler.SamplerSettings(
+                                                  steps=20, guidance=scale, batch=120))
 digit_run.model.train()
-lab.picture(figures_dit.images({f"scale {scale}": x[::12, 0].clamp(-1, 1).numpy() for scale, x in drawn.items()}, range(10),
+lab.picture(figures_dit.images({f"scale {scale}": x[::12, 0].clamp(-1, 1).numpy()
+                                for scale, x in drawn.items()}, range(10),
                                "One sample of each class, from the same noise"),
-            "Four rows of the digits 0 to 9. With scale 1 some are hard to read. Larger scales make them clearer, and "
-            "scale 8 makes them too black and white")
+            "Four rows of the digits 0 to 9. With scale 1 some are hard to read. "
+            "Larger scales make them clearer, and scale 8 makes them too black and "
+            "white")
 
 # %% [markdown]
 # Look at them, then count. For each sample, find the nearest real digit: does it have the class that you asked for? And
@@ -313,14 +329,16 @@ def recognized(x: Tensor) -> float:
 
 def scatter(x: Tensor) -> float:
     """The standard deviation within a class, mean over pixels and classes."""
-    return torch.stack([x[labels == label].std(0).mean() for label in range(10)]).mean().item()
+    return torch.stack([x[labels == label].std(0).mean()
+                        for label in range(10)]).mean().item()
 
 
 for scale, x in drawn.items():
     beyond = 100 * (x.abs() > 1.1).double().mean().item()
     print(f"scale {scale}: {recognized(x):5.1f}% recognized, scatter {scatter(x):.2f}, "
           f"{beyond:4.1f}% of the pixels beyond ±1.1")
-print(f"real digits: scatter {torch.stack([real['latent'][real['label'] == n].std(0).mean() for n in range(10)]).mean():.2f}")
+print(f"real digits: scatter "
+      f"{torch.stack([real['latent'][real['label'] == n].std(0).mean() for n in range(10)]).mean():.2f}")
 
 # %% [markdown]
 # **What you should see:** guidance makes samples typical. More of them are recognized, and up to scale 4 they scatter
@@ -379,10 +397,13 @@ check("dit-flops")
 
 # %%
 xl = DiTConfig()
-total, parts = dit_flops(xl.tokens, xl.dim, 4 * xl.dim, xl.depth, 16), flops.dit_parts(xl)
+total, parts = dit_flops(xl.tokens, xl.dim, 4 * xl.dim, xl.depth,
+                         16), flops.dit_parts(xl)
 lab.beside("scores", my_scores, 100 * parts["scores"] / total, "%", "computed")
-lab.beside("modulation", my_modulation, 100 * parts["modulation"] / total, "%", "computed")
-print(f"DiT-XL/2, 256 pixels: {total / 1e9:.1f} GFLOP a sample; at 512 pixels (1024 tokens) "
+lab.beside("modulation", my_modulation, 100 * parts["modulation"] / total, "%",
+           "computed")
+print(f"DiT-XL/2, 256 pixels: {total / 1e9:.1f} GFLOP a sample; at 512 "
+      f"pixels (1024 tokens) "
       f"{dit_flops(1024, xl.dim, 4 * xl.dim, xl.depth, 16) / 1e9:.0f}")
 
 # %% [markdown]
@@ -413,9 +434,12 @@ for name, value in ours.items():
     other = theirs.get(name, 0.0)
     print(f"{name:22}{value / 1e9:12.4f}{other / 1e9:12.4f}{other / value:20.4g}")
 with_l = flops.source_terms(xl, "l")["time, second map"] * scale
-print(f"{'... and with 2l':22}{'':12}{with_l / 1e9:12.4f}{with_l / ours['time, second map']:20.4g}")
-print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9:.2f} by the formula with 2h, "
-      f"{(sum(theirs.values()) - theirs['time, second map'] + with_l) / 1e9:.2f} with 2l")
+print(f"{'... and with 2l':22}{'':12}{with_l / 1e9:12.4f}"
+      f"{with_l / ours['time, second map']:20.4g}")
+print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9:.2f} "
+      f"by the formula with 2h, "
+      f"{(sum(theirs.values()) - theirs['time, second map'] + with_l) / 1e9:.2f} with "
+      f"2l")
 
 # %% [markdown]
 # Term by term:
@@ -448,7 +472,8 @@ print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9
 # %%
 for how in ("none", "selective", "full"):
     settings = config.load("dit-xl", [f"train.recompute={how}"])
-    print(f"recompute={how:9} model {flops.step(xl, 1) / 1e9:.1f}, executed {flops.executed(settings, 1) / 1e9:.1f} GFLOP")
+    print(f"recompute={how:9} model {flops.step(xl, 1) / 1e9:.1f}, executed "
+          f"{flops.executed(settings, 1) / 1e9:.1f} GFLOP")
 
 # %% [markdown]
 # Even with `none`, the GPU executes more than the model needs, because fused attention computes its scores again in the
@@ -488,7 +513,8 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
             ends = [*args, *(out if isinstance(out, tuple) else [out])]
-            self.total += sum(t.nbytes for t in ends if isinstance(t, Tensor) and t.nbytes >= unit)
+            self.total += sum(t.nbytes for t in ends if isinstance(t, Tensor)
+                              and t.nbytes >= unit)
         return out
 
 
@@ -503,17 +529,20 @@ def scale_add(x: Tensor, branch: Tensor) -> Tensor:
 
 
 steps = {"modulated LayerNorm": (lambda: norm_and_modulate(x), 2),
-         "scale-residual + modulated LayerNorm": (lambda: norm_and_modulate(scale_add(x, branch)), 4),
+         "scale-residual + modulated "
+         "LayerNorm": (lambda: norm_and_modulate(scale_add(x, branch)), 4),
          "scale-add": (lambda: scale_add(x, branch), 3)}
 bars, eager_units, fused_units = {}, 0.0, 0.0
 for name, (function, ends) in steps.items():
     with Traffic() as traffic:
         function()
-    bars[f"{name}, eager"], bars[f"{name}, fused"] = {"passes": traffic.total / unit}, {"passes": float(ends)}
+    bars[f"{name}, eager"], bars[f"{name}, fused"] = {"passes": traffic.total
+                                                      / unit}, {"passes": float(ends)}
     eager_units, fused_units = eager_units + traffic.total / unit, fused_units + ends
 lab.beside("operator by operator", my_eager, eager_units, "times x", "counted")
 lab.beside("fused", my_fused, fused_units, "times x", "counted")
-lab.picture(style.stacked(bars, "tensors of the size of x, read or written", "Three operations of a block, forward"),
+lab.picture(style.stacked(bars, "tensors of the size of x, read or written",
+                          "Three operations of a block, forward"),
             "Tensors of the size of x that are read or written: "
             + "; ".join(f"{name} {bar['passes']:.0f}" for name, bar in bars.items()))
 
@@ -541,13 +570,17 @@ from torch.profiler import ProfilerActivity, profile
 
 small = ["model.latent=[1,8,8]", "train.device=cpu", "precision=fp8", "model.depth=2"]
 settings = config.load("dit-demo", small)
-eight = assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+eight = assemble_training(settings, parallel.build_mesh(settings.parallel,
+                                                        parallel.World(device=cpu)))
 batch = eight.model.example(8, cpu)
-first = eight.step(batch)                            # the first step measures; there are no scales yet
+# the first step measures; there are no scales yet
+first = eight.step(batch)
 with profile(activities=[ProfilerActivity.CPU]) as trace:
     second = eight.step(batch)
-casts = sum(event.count for event in trace.key_averages() if event.key == "course::quantize")
-lab.beside("casts of a block in a step", my_casts, casts / settings.model.depth, how="counted")
+casts = sum(event.count for event in trace.key_averages()
+            if event.key == "course::quantize")
+lab.beside("casts of a block in a step", my_casts, casts / settings.model.depth,
+           how="counted")
 print("in bf16 stay:", ", ".join(settings.fp8.keep))
 
 # %% [markdown]
@@ -574,7 +607,8 @@ print("in bf16 stay:", ", ".join(settings.fp8.keep))
 # > **Question.** How large is the gap in the table, in percent? Could it be rounding? Could it be another seed?
 
 # %%
-cp1, cp2 = torch.tensor([0.1926, 0.1921, 0.1830]), torch.tensor([0.2171, 0.2170, 0.2151])
+cp1, cp2 = torch.tensor([0.1926, 0.1921,
+                         0.1830]), torch.tensor([0.2171, 0.2170, 0.2151])
 gaps = [100 * (b / a - 1) for a, b in zip(cp1.tolist(), cp2.tolist(), strict=True)]
 print("cp2 is higher by", ", ".join(f"{gap:.1f}%" for gap in gaps))
 
@@ -624,20 +658,25 @@ STEPS, LENGTH = 200, 25
 windows = range(LENGTH, STEPS + 1, LENGTH)
 right = emulated.loss_curve(STEPS)
 curves = {bug: emulated.loss_curve(STEPS, bug) for bug in emulated.BUGS}
-late = {bug: 100 * (curve[STEPS // 2:].mean() / right[STEPS // 2:].mean() - 1).item() for bug, curve in curves.items()}
+late = {bug: 100 * (curve[STEPS // 2:].mean() / right[STEPS // 2:].mean() - 1).item()
+        for bug, curve in curves.items()}
 for bug, percent in late.items():
     word = "higher" if percent > 3 else "lower" if percent < -3 else "same"
     print(f"{bug:48} {percent:+6.1f}%  {word:7} you said {my_guess[bug]}")
 shown = (emulated.POSITIONS, emulated.OWN_HALF, emulated.SAME_NOISE,
          emulated.OWN_NOISE, emulated.NOT_AVERAGED)
-above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1) / right.unfold(0, LENGTH, LENGTH).mean(1) - 1)).tolist()
+above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1)
+                      / right.unfold(0, LENGTH, LENGTH).mean(1) - 1)).tolist()
          for bug in shown}
-lab.picture(style.curves({bug: (windows, curve) for bug, curve in above.items()}, "step", "% above the right curve",
+lab.picture(style.curves({bug: (windows, curve) for bug, curve in above.items()},
+                         "step", "% above the right curve",
                          "Five suspects in this small training",
-                         {"the smallest gap in the notes": min(gaps), "and the largest": max(gaps)}),
-            "Curves that begin at zero, and two level lines: the smallest and the largest gap in the notes. Positions "
-            "rise highest; the own half and the same noise also stay above zero. Own noise and gradients that are "
-            "not averaged fall below zero")
+                         {"the smallest gap in the notes": min(gaps),
+                          "and the largest": max(gaps)}),
+            "Curves that begin at zero, and two level lines: the smallest and the "
+            "largest gap in the notes. Positions rise highest; the own half and the "
+            "same noise also stay above zero. Own noise and gradients that are not "
+            "averaged fall below zero")
 
 # %% [markdown]
 # **What you should see.** (The two level lines show only the size of the gap in the notes. Their steps are steps of a far
@@ -667,14 +706,16 @@ lab.picture(style.curves({bug: (windows, curve) for bug, curve in above.items()}
 # > **Predict.** For how many of the seven does the first loss differ, from fresh weights? And from shaken ones?
 
 # %%
-my_caught = {0.0: 7, 0.1: 7}                         # your prediction, for fresh weights, and shaken by 0.1
+# your prediction, for fresh weights, and shaken by 0.1
+my_caught = {0.0: 7, 0.1: 7}
 
 # %%
 for shake, words in ((0.0, "from fresh weights"), (0.1, "from shaken weights")):
     right_loss = emulated.first_loss(shake=shake)
     caught = [bug for bug in emulated.BUGS
               if abs(emulated.first_loss(bug, shake) / right_loss - 1) > 1e-10]
-    lab.beside(f"suspects caught by the first loss, {words}", my_caught[shake], len(caught), how="counted")
+    lab.beside(f"suspects caught by the first loss, {words}", my_caught[shake],
+               len(caught), how="counted")
     for bug in caught:
         print("   ", bug)
 
@@ -716,9 +757,11 @@ my_spread, my_fp8, my_frozen = 5.0, 5.0, 5.0         # your predictions, percent
 # The experiment runs three seeds of bf16, FP8 with delayed scaling, and the control.
 
 # %%
-references = torch.stack([emulated.losses(STEPS, "precision=bf16", seed=seed) for seed in range(3)])
+references = torch.stack([emulated.losses(STEPS, "precision=bf16", seed=seed)
+                          for seed in range(3)])
 candidates = {"FP8, delayed": emulated.losses(STEPS, "precision=fp8"),
-              "FP8, frozen scales": emulated.losses(STEPS, "precision=fp8", frozen=True)}
+              "FP8, frozen scales": emulated.losses(STEPS, "precision=fp8",
+                                                    frozen=True)}
 
 # %% [markdown]
 # ## Exercise: do two curves agree?
@@ -751,18 +794,22 @@ def agrees(candidate: Tensor, references: Tensor, length: int) -> tuple[Tensor, 
 check("agrees")
 
 # %%
-outcome = {name: agrees(curve, references, LENGTH) for name, curve in candidates.items()}
-lab.beside("spread of the seeds", my_spread, 100 * float(outcome["FP8, delayed"][1]), "%")
+outcome = {name: agrees(curve, references, LENGTH)
+           for name, curve in candidates.items()}
+lab.beside("spread of the seeds", my_spread, 100 * float(outcome["FP8, delayed"][1]),
+           "%")
 lab.beside("gap of FP8", my_fp8, 100 * float(outcome["FP8, delayed"][0]), "%")
-lab.beside("gap with frozen scales", my_frozen, 100 * float(outcome["FP8, frozen scales"][0]), "%")
+lab.beside("gap with frozen scales", my_frozen,
+           100 * float(outcome["FP8, frozen scales"][0]), "%")
 for name, (_, _, verdict) in outcome.items():
     print(f"{name:20}", "agrees with bf16" if verdict else "does not agree with bf16")
 lab.picture(figures_dit.curves_beside_seeds(
     windows, references.unfold(1, LENGTH, LENGTH).mean(2).numpy(),
-    {name: curve.unfold(0, LENGTH, LENGTH).mean(1).tolist() for name, curve in candidates.items()},
+    {name: curve.unfold(0, LENGTH, LENGTH).mean(1).tolist()
+     for name, curve in candidates.items()},
     "% above bf16 of the same seed", "A small DiT, in means of 25 losses"),
-            "A gray band of a few percent around zero. FP8 with delayed scaling stays within it; with frozen scales it "
-            "rises far out of it")
+            "A gray band of a few percent around zero. FP8 with delayed scaling stays "
+            "within it; with frozen scales it rises far out of it")
 
 # %% [markdown]
 # **What you should see:** FP8 is nearer to bf16 than other seeds (dotted). Frozen scales are off by several times the
@@ -809,20 +856,31 @@ lab.picture(figures_dit.curves_beside_seeds(
 REFERENCE = "bf16, seed 0"
 for model, about in lab.results("alignment_h200")["models"].items():
     runs, length = about["runs"], about["steps"] // 20
-    seeds = torch.tensor([runs[name]["losses"] for name in runs if name.startswith("bf16, seed")])
+    seeds = torch.tensor([runs[name]["losses"] for name in runs
+                          if name.startswith("bf16, seed")])
     table = {}
     for name, run in runs.items():
         gap, spread, verdict = agrees(torch.tensor(run["losses"]), seeds, length)
-        table[name] = {"gap, %": "" if name == REFERENCE else 100 * float(gap), "GB": run["memory_gb"],
-                       "agrees": "" if name.startswith("bf16, seed") else "yes" if verdict else "no"}
-    lab.recorded("alignment_h200", table, f"{model}, {about['steps']} steps of {about['batch']} samples; the seeds of "
+        table[name] = {"gap, %": "" if name == REFERENCE else 100 * float(gap),
+                       "GB": run["memory_gb"],
+                       "agrees": "" if name.startswith("bf16, seed") else "yes"
+                       if verdict else "no"}
+    lab.recorded("alignment_h200", table, f"{model}, {about['steps']} steps of "
+                 f"{about['batch']} samples; the seeds of "
                                           f"bf16 spread by {100 * float(spread):.2g}%")
     shown = [name for name in runs if name.startswith("fp8") and "frozen" not in name]
-    curves = {name: torch.tensor(runs[name]["losses"]).unfold(0, length, length).mean(1).tolist() for name in shown}
-    lab.picture(figures_dit.curves_beside_seeds(range(length, about["steps"] + 1, length),
-                                         seeds.unfold(1, length, length).mean(2).numpy(), curves,
-                                         "% above bf16 of the same seed", f"{model}, in means of {length} losses"),
-                f"{model}: {len(shown)} FP8 recipes around zero, and a gray band, bf16's seeds, "
+    curves = {name: torch.tensor(runs[name]["losses"]).unfold(0, length,
+                                                              length).mean(1).tolist()
+              for name in shown}
+    lab.picture(figures_dit.curves_beside_seeds(range(length, about["steps"] + 1,
+                                                      length),
+                                         seeds.unfold(1, length,
+                                                      length).mean(2).numpy(), curves,
+                                         "% above bf16 of the same seed",
+                                                f"{model}, in means of {length} "
+                                                f"losses"),
+                f"{model}: {len(shown)} FP8 recipes around zero, and a gray "
+                f"band, bf16's seeds, "
                 f"{100 * float(spread):.2g}% in the mean")
 
 # %% [markdown]
@@ -840,8 +898,10 @@ for model, about in lab.results("alignment_h200")["models"].items():
 
 # %%
 cases = {row["configuration"]: row for row in lab.results("dit_h200")["rows"]}
-lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
-                          for name, row in cases.items()}, "Training steps of DiT-XL/2 (`course bench dit`)")
+lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"],
+                                 "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
+                          for name, row in cases.items()}, "Training steps of "
+             "DiT-XL/2 (`course bench dit`)")
 
 # %% [markdown]
 # FP8 is {result: fp8_256 | .2f} times as fast as bf16 on 256 pixels and {result: fp8_512 | .2f} times on 512. Only four

@@ -81,8 +81,10 @@ cpu, work = torch.device("cpu"), Path(tempfile.mkdtemp(prefix="lesson16-"))
 # with Adam, and the learning rate falls along a cosine. After step 200 the model writes a checkpoint.
 
 # %%
-TINY = ["model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=4", "train.device=cpu",
-        "train.global_batch=8", "train.steps=240", "optim.lr=1e-2", "optim.warmup=0", "precision=fp64", "log.tensorboard=false",
+TINY = ["model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2",
+        "model.heads=4", "train.device=cpu",
+        "train.global_batch=8", "train.steps=240", "optim.lr=1e-2", "optim.warmup=0",
+        "precision=fp64", "log.tensorboard=false",
         "log.every=1", f"log.dir={work / 'runs'}"]
 
 
@@ -91,8 +93,10 @@ def language(number: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
     words = [torch.randint(12, (8,), generator=generator) for _ in range(2)]
     while len(words) < 33:
-        words.append((7 * words[-2] + 1 + torch.randint(2, (8,), generator=generator)) % 12)
-    return {"tokens": torch.stack(words, 1), "sample": torch.arange(8 * number, 8 * number + 8)}
+        words.append((7 * words[-2] + 1 + torch.randint(2, (8,), generator=generator))
+                     % 12)
+    return {"tokens": torch.stack(words, 1),
+            "sample": torch.arange(8 * number, 8 * number + 8)}
 
 
 def new_training(*settings: str) -> Any:
@@ -102,17 +106,21 @@ def new_training(*settings: str) -> Any:
 
 
 def go_on(training: Any, first: int, last: int) -> list[float]:
-    """The losses of the steps from `first` up to `last`, each on the batch of its number."""
+    """The losses of the steps from `first` up to `last`, each on the batch of its
+    number."""
     return [training.step(language(number))[0].item() for number in range(first, last)]
 
 
 training = new_training()
 before = go_on(training, 0, 200)
 progress = {**training.progress.state(), "samples": 8 * 200}
-saved = checkpoint.save(work / "first", training.optimizer, progress, schema.as_plain(training.config), training.layout)
+saved = checkpoint.save(work / "first", training.optimizer, progress,
+                        schema.as_plain(training.config), training.layout)
 after = go_on(training, 200, 240)
-print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, at the end {after[-1]:.3f}")
-print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved.iterdir())), sep="\n")
+print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, at the "
+      f"end {after[-1]:.3f}")
+print(*(f"{file.stat().st_size:>8,} bytes  {file.name}"
+        for file in sorted(saved.iterdir())), sep="\n")
 
 # %% [markdown]
 # (The loss at the end can be higher than at the checkpoint, because each is the loss of one batch.)
@@ -128,25 +136,30 @@ print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved
 # > first way, in the steps after the restart?
 
 # %%
-my_weights_alone = 0.1           # your prediction: the largest difference within ten steps
+# your prediction: the largest difference within ten steps
+my_weights_alone = 0.1
 
 # %%
 def restart(optimizer: bool, state: bool) -> list[float]:
     """Continue at step 200 in a new training that loads part of the checkpoint."""
     index, other = checkpoint.read_index(saved), new_training()
-    checkpoint.load(saved, index, other.model, other.layout, other.optimizer if optimizer else None)
+    checkpoint.load(saved, index, other.model, other.layout, other.optimizer
+                    if optimizer else None)
     if state:
         other.progress.restore(index["state"])
     return go_on(other, 200, 240)
 
 
-ways = {"weights": restart(False, False), "and Adam's states": restart(True, False), "everything": restart(True, True)}
+ways = {"weights": restart(False, False), "and Adam's states": restart(True, False),
+        "everything": restart(True, True)}
 lines = {"never interrupted": (list(range(181, 241)), before[180:] + after)}
-lines |= {name: (list(range(201, 241)), ways[name]) for name in ("weights", "and Adam's states")}
+lines |= {name: (list(range(201, 241)), ways[name])
+          for name in ("weights", "and Adam's states")}
 dots = {"everything": (list(range(201, 241, 3)), ways["everything"][::3])}
 lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "Going on after step 200"),
-            "With weights alone the loss jumps up after the restart and comes back slowly. With Adam's states it stays above "
-            "the uninterrupted run. With everything the dots lie on the curve of the uninterrupted run")
+            "With weights alone the loss jumps up after the restart and comes back "
+            "slowly. With Adam's states it stays above the uninterrupted run. With "
+            "everything the dots lie on the curve of the uninterrupted run")
 lab.beside("weights alone: largest excess of the loss", my_weights_alone,
            max(a - b for a, b in zip(ways["weights"][:10], after, strict=False)))
 print("with everything, equal to the last bit:", ways["everything"] == after)
@@ -187,7 +200,8 @@ rank0, rank1 = ranks(2)(state_dict_here)
 alone = new_training()
 serial = alone.model
 checkpoint.load(saved, checkpoint.read_index(saved), serial, alone.layout)
-for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"):
+for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight",
+             "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"):
     one, half = tuple(serial.get_parameter(name).shape), tuple(rank0[name].shape)
     print(f"{name:26} one process {one!s:10} each of two ranks {half}")
 
@@ -195,12 +209,16 @@ for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn
 # Some tensors are the same on both ranks. The others are halves along the dim that differs. So: concatenate along that dim.
 
 # %%
-def merged(part0: dict[str, Tensor], part1: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def merged(part0: dict[str, Tensor], part1: dict[str, Tensor],
+           model: nn.Module) -> dict[str, Tensor]:
     """The obvious converter from two tensor-parallel ranks to one process."""
     found = {}
     for name, parameter in model.named_parameters():
-        differs = [dim for dim, (n, whole) in enumerate(zip(part0[name].shape, parameter.shape, strict=True)) if n != whole]
-        found[name] = torch.cat([part0[name], part1[name]], differs[0]) if differs else part0[name]
+        differs = [dim for dim, (n, whole) in enumerate(zip(part0[name].shape,
+                                                            parameter.shape,
+                                                            strict=True)) if n != whole]
+        found[name] = torch.cat([part0[name], part1[name]],
+                                differs[0]) if differs else part0[name]
     return found
 
 
@@ -223,7 +241,8 @@ my_wrong_tensors = 1
 # %%
 right = loss_of(serial)
 whole = merged(rank0, rank1, serial)
-wrong = [name for name, p in serial.named_parameters() if not torch.equal(p, whole[name])]
+wrong = [name for name, p in serial.named_parameters()
+         if not torch.equal(p, whole[name])]
 other = new_training().model
 other.load_state_dict(whole, strict=False)
 print(f"loss of the saved model: {right:.3f}")
@@ -260,17 +279,21 @@ def saved_by(*layout: str) -> Path:
         checkpoint.load(saved, index, here.model, here.layout, here.optimizer)
         here.progress.restore(index["state"])
         state = {**here.progress.state(), "samples": 8 * 200}
-        return checkpoint.save(work / "-".join(layout), here.optimizer, state, schema.as_plain(here.config), here.layout)
+        return checkpoint.save(work / "-".join(layout), here.optimizer, state,
+                               schema.as_plain(here.config), here.layout)
 
     return ranks(2)(on_ranks)[0]
 
 
-by_tp, by_zero = saved_by("parallel.tp=2"), saved_by("parallel.zero=1", "parallel.bucket_mb=0.01")
+by_tp, by_zero = saved_by("parallel.tp=2"), saved_by("parallel.zero=1",
+                                                     "parallel.bucket_mb=0.01")
 for folder in (by_tp, by_zero):
     entry = checkpoint.read_index(folder)["tensors"]["blocks.0.attn.qkv.weight"]
-    print(f"\n{folder.parent.name}: blocks.0.attn.qkv.weight, shape {entry['shape']}, {entry['dtype']}")
+    print(f"\n{folder.parent.name}: blocks.0.attn.qkv.weight, shape {entry['shape']}, "
+          f"{entry['dtype']}")
     for piece in entry["pieces"]:
-        print(f"    {piece['file']}: box {piece['box']}" + (f", numbers {piece['flat']}" if piece["flat"] else ""))
+        print(f"    {piece['file']}: box {piece['box']}" + (f", numbers {piece['flat']}"
+                                                            if piece["flat"] else ""))
 
 # %% [markdown]
 # The logical shape of the fused projection is (3, heads, head_dim, dim), so half of the heads *is* a box. ZeRO-1's shares
@@ -285,10 +308,13 @@ for folder in (by_tp, by_zero):
 # > need? And if the new ones cut columns? When does each new rank need exactly one piece?
 
 # %%
-slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], old_columns=[1, 2, 4], new_rows=[3, 1, 2, 4, 6],
+slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6],
+                         old_columns=[1, 2, 4], new_rows=[3, 1, 2, 4, 6],
                          new_columns=[1, 2, 4], rank=[1, 0, 2, 3, 4, 5],
-                         alt="A matrix in colored pieces, one for each old rank, with the boxes of the new ranks "
-                             "on top. Below it, how many numbers the framed box needs from each piece.")
+                         alt="A matrix in colored pieces, one for each old rank, with "
+                         "the boxes of the new ranks "
+                             "on top. Below it, how many numbers the framed box needs "
+                         "from each piece.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -357,18 +383,22 @@ check("put-together")
 
 # %%
 def run_steps(last: int, name: str, *settings: str) -> list[float]:
-    """Train a run up to step `last`, or continue it; return the losses that it logged."""
-    c = config.load("gpt-demo", [*TINY, f"log.name={name}", f"train.steps={last}", "optim.schedule=constant", "optim.ema=0.9",
+    """Train a run up to step `last`, or continue it; return the losses that it
+    logged."""
+    c = config.load("gpt-demo", [*TINY, f"log.name={name}", f"train.steps={last}",
+                                 "optim.schedule=constant", "optim.ema=0.9",
                                  *settings])
     fit(assemble(c, build_mesh(c.parallel, join("cpu"))))
-    return [json.loads(line)["loss"] for line in (run_folder(c) / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"]
+            for line in (run_folder(c) / "metrics.jsonl").read_text().splitlines()]
 
 
 home = work / "runs" / "gpt-demo"
 undisturbed = run_steps(5, "undisturbed")
 run_steps(2, "short")
 with lab.yours(overlap):
-    reshard.main(home / "short", ["parallel.tp=2", "parallel.zero=1", "parallel.dp=2"], "resharded")
+    reshard.main(home / "short", ["parallel.tp=2", "parallel.zero=1", "parallel.dp=2"],
+                 "resharded")
 
 
 def everything(run: Path) -> dict[str, Tensor]:
@@ -397,7 +427,8 @@ print(f"{len(old)} tensors; {equal_tensors} of them are equal, bit for bit")
 my_digits = 6                    # your prediction
 
 # %%
-on_four, *_ = ranks(4)(run_steps, 5, "resharded", "parallel.tp=2", "parallel.zero=1", "parallel.dp=2")
+on_four, *_ = ranks(4)(run_steps, 5, "resharded", "parallel.tp=2", "parallel.zero=1",
+                       "parallel.dp=2")
 gap = max(abs(a / b - 1) for a, b in zip(on_four, undisturbed, strict=True))
 print("alone  ", *(f"{loss:.12f}" for loss in undisturbed))
 print("on four", *(f"{loss:.12f}" for loss in on_four))
@@ -419,12 +450,15 @@ lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 my_peak = 50                     # your prediction, MB
 
 # %%
-larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32", "train.global_batch=2", "log.name=larger"]
+larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32",
+          "train.global_batch=2", "log.name=larger"]
 c = config.load("gpt-demo", [*TINY, *larger, "train.steps=1"])
 fit(assemble(c, build_mesh(c.parallel, World())))
 with MemoryMeter() as meter:
-    reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=1"], "larger2", lambda text: None)
-bytes_in_all = sum(file.stat().st_size for file in (home / "larger" / "checkpoints").rglob("*.safetensors"))
+    reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=1"], "larger2",
+                 lambda text: None)
+bytes_in_all = sum(file.stat().st_size
+                   for file in (home / "larger" / "checkpoints").rglob("*.safetensors"))
 print(f"on disk: {bytes_in_all / 1e6:.1f} MB")
 lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
 
@@ -484,7 +518,8 @@ def damaged(how: str) -> bool:
     file = work / f"{how}.bin"
     file.unlink(missing_ok=True)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file), how])
-    while not (file.is_file() and file.stat().st_size > 8_000_000):            # until the first file is complete
+    # until the first file is complete
+    while not (file.is_file() and file.stat().st_size > 8_000_000):
         time.sleep(0.005)
     time.sleep(dice.uniform(0.05, 0.3))
     os.kill(writer.pid, signal.SIGKILL)
@@ -495,7 +530,8 @@ def damaged(how: str) -> bool:
 
 plain, safe = (sum(damaged(how) for _ in range(10)) for how in ("plain", "atomic"))
 print(f"damaged of 10, opened and written: {plain} (you said {my_plain})")
-print(f"damaged of 10, written under another name and renamed: {safe} (you said {my_atomic})")
+print(f"damaged of 10, written under another name and renamed: {safe} (you "
+      f"said {my_atomic})")
 
 # %% [markdown]
 # Opening a file empties it. So a kill between opening and the last byte leaves a broken file, and the good checkpoint of
@@ -569,7 +605,9 @@ with safe_open(work / "te.safetensors", "pt") as opened:
             print(f"    {name:58} {opened.get_slice(name).get_shape()}")
 command.convert(World(), work / "te.safetensors", home / "returned", [*TINY[:-1]])
 back = everything(home / "returned")
-print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x) for name, x in back.items()), "equal, bit for bit")
+print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x)
+                                               for name, x in back.items()),
+      "equal, bit for bit")
 
 # %% [markdown]
 # > **Question.** The run had 140 tensors, and 28 came back. What is lost on the way, and when does it matter?
@@ -598,7 +636,9 @@ seen: list[Tensor] = []
 again = new_training()
 model = again.model
 checkpoint.load(saved, checkpoint.read_index(saved), model, again.layout)
-model.train().blocks["0"].attn.qkv.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+model.train().blocks["0"].attn.qkv.register_full_backward_hook(lambda module, inputs,
+                                                               outputs: seen.append(
+                                                                   outputs[0]))
 batch = model.prepare(language(100), torch.zeros((), dtype=torch.int64))
 total, weight = model.loss(model(batch), batch)
 (total / weight).backward()
@@ -613,13 +653,17 @@ def lost(gradients: Tensor, scale: float | Tensor) -> float:
 gradients = seen[0]
 large = gradients * 256 / 500_000
 rebuilt = scale_for(large.abs().max(), LARGEST[E5M2], 0)
-shares = {"256 tokens, scale 1": lost(gradients, 1.0), "500,000 tokens, scale 1": lost(large, 1.0),
+shares = {"256 tokens, scale 1": lost(gradients, 1.0),
+          "500,000 tokens, scale 1": lost(large, 1.0),
           f"500,000 tokens, scale {rebuilt:.1e}": lost(large, rebuilt)}
-lab.picture(style.bars({name: 100 * share for name, share in shares.items()}, "%", "Gradients that vanish in E5M2"),
-            "Three bars: at scale 1 a part vanishes for 256 tokens and nearly all for half a million. "
-            "With a scale from the amax nearly none vanish")
-lab.beside("share lost, 256 tokens", my_lost_small, max(shares["256 tokens, scale 1"], 1e-4))
-lab.beside("share lost, 500,000 tokens", my_lost_large, shares["500,000 tokens, scale 1"])
+lab.picture(style.bars({name: 100 * share for name, share in shares.items()}, "%",
+                       "Gradients that vanish in E5M2"),
+            "Three bars: at scale 1 a part vanishes for 256 tokens and nearly all for "
+            "half a million. With a scale from the amax nearly none vanish")
+lab.beside("share lost, 256 tokens", my_lost_small,
+           max(shares["256 tokens, scale 1"], 1e-4))
+lab.beside("share lost, 500,000 tokens", my_lost_large,
+           shares["500,000 tokens, scale 1"])
 
 # %% [markdown]
 # At scale 1, training in FP8 would get hardly any gradients. So when you convert *from* Transformer Engine to an FP8 run,
@@ -631,16 +675,21 @@ lab.show("course.convert.command.rebuild")
 
 # %%
 eight = ["precision=fp8", "fp8.history=8", "data.source=mock"]
-c = config.load("gpt-demo", [*TINY, *eight, "log.name=eight", "train.steps=12", "optim.lr=1e-3", "optim.schedule=constant"])
+c = config.load("gpt-demo", [*TINY, *eight, "log.name=eight", "train.steps=12",
+                             "optim.lr=1e-3", "optim.schedule=constant"])
 in_fp8 = assemble(c, build_mesh(c.parallel, World()))
 fit(in_fp8)
 command.convert(World(), home / "eight", work / "eight.safetensors", to="te")
-command.convert(World(), work / "eight.safetensors", home / "eight_back", [*TINY[:-1], *eight], like="gpt-demo")
-rebuilt_histories = {name: x for name, x in everything(home / "eight_back").items() if name.endswith("amax_history")}
-print("amax of input, weight and gradient: from the last 8 training steps, and rebuilt from one batch")
+command.convert(World(), work / "eight.safetensors", home / "eight_back",
+                [*TINY[:-1], *eight], like="gpt-demo")
+rebuilt_histories = {name: x for name, x in everything(home / "eight_back").items()
+                     if name.endswith("amax_history")}
+print("amax of input, weight and gradient: from the last 8 training steps, and "
+      "rebuilt from one batch")
 for name, own in in_fp8.scaling.state().items():
     pairs = torch.stack([own.amax(1), rebuilt_histories[name].amax(1)], 1).tolist()
-    print(f"    {name.removesuffix('.amax_history'):18}", "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
+    print(f"    {name.removesuffix('.amax_history'):18}",
+          "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
 
 # %% [markdown]
 # Weights agree to a few percent, inputs to about ten, gradients within a small factor, because it is another batch. A scale
@@ -662,29 +711,37 @@ for name, own in in_fp8.scaling.state().items():
 
 # %%
 class FromTheRight(nn.Module):
-    """x W + b, as in GPT-2's own code; W starts as in PyTorch's linear layers, b at zero."""
+    """x W + b, as in GPT-2's own code; W starts as in PyTorch's linear layers, b at
+    zero."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
         bound = inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(inputs, outputs, dtype=torch.float64).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(inputs, outputs,
+                                               dtype=torch.float64).uniform_(-bound,
+                                                                             bound))
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:                             # (..., K) -> (..., N)
+    # (..., K) -> (..., N)
+    def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
 
 
 class TheirAttention(nn.Module):
-    """Causal attention; its fused projection has queries, keys and values head by head."""
+    """Causal attention; its fused projection has queries, keys and values head by
+    head."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.query_key_value, self.dense = FromTheRight(dim, 3 * dim), FromTheRight(dim, dim)
+        self.query_key_value, self.dense = FromTheRight(dim,
+                                                        3 * dim), FromTheRight(dim, dim)
 
     def forward(self, x: Tensor, batch: Any = None) -> Tensor:          # (B, T, D)
-        qkv = self.query_key_value(x).unflatten(-1, (self.heads, 3, -1))                # (B, T, h, 3, d)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)                            # 3 x (B, h, T, d)
+        # (B, T, h, 3, d)
+        qkv = self.query_key_value(x).unflatten(-1, (self.heads, 3, -1))
+        # 3 x (B, h, T, d)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)     # (B, h, T, d)
         return self.dense(y.transpose(1, 2).flatten(2))                 # (B, T, D)
 
@@ -772,9 +829,11 @@ def curve(model: nn.Module, count: int = 80) -> list[float]:
 three = {"ours": curve(new_training().model), "theirs": curve(theirs_inside(False)),
          "theirs, our weights": curve(theirs_inside(True))}
 lines = {name: (list(range(1, 81)), three[name]) for name in ("ours", "theirs")}
-dots = {"theirs, our weights": (list(range(1, 81, 4)), three["theirs, our weights"][::4])}
+dots = {"theirs, our weights": (list(range(1, 81, 4)),
+                                three["theirs, our weights"][::4])}
 lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "One model, two libraries"),
-            "The dots, theirs with our weights, lie on our curve. Their own curve runs with ours, then falls faster")
+            "The dots, theirs with our weights, lie on our curve. Their own curve "
+            "runs with ours, then falls faster")
 for name, mine in (("theirs", my_difference), ("theirs, our weights", my_converted)):
     apart = max(abs(a - b) for a, b in zip(three[name], three["ours"], strict=True))
     lab.beside(f"{name}: the largest difference from ours", mine, max(apart, 1e-16))

@@ -154,7 +154,10 @@ from course.lab.instruments import recorded_runs
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.instruments.recorded_runs import Rates, Run
-from course.planner import activation_memory, collectives, flops, hardware, kernel_efficiency, memory, search, step_time
+from course.planner import (
+    activation_memory, collectives, flops, hardware, kernel_efficiency, memory, search,
+    step_time
+)
 from course.cli import plan
 from course.bench import published_steps, recorded_steps
 
@@ -214,11 +217,13 @@ contexts = [2**n for n in range(10, 17)]
 share = {T: block_flops(T, 2048, 8192, 2048, True) for T in contexts}
 lines = {"linear maps": (contexts, [share[T][0] / T / 1e6 for T in contexts]),
          "attention": (contexts, [share[T][1] / T / 1e6 for T in contexts])}
-lab.picture(style.curves(lines, "tokens of a sample", "MFLOPs a token and block", "GPT 1.3B: what a block executes"),
-            "FLOPs per token against the number of tokens: a level line for the linear maps, "
-            "and a rising line for attention that crosses it")
+lab.picture(style.curves(lines, "tokens of a sample", "MFLOPs a token and block",
+                         "GPT 1.3B: what a block executes"),
+            "FLOPs per token against the number of tokens: a level line for the "
+            "linear maps, and a rising line for attention that crosses it")
 linear, attention = block_flops(1, 2048, 8192, 2048, True)
-lab.beside("attention executes more from", my_crossover, linear / attention, "tokens", "counted")
+lab.beside("attention executes more from", my_crossover, linear / attention, "tokens",
+           "counted")
 
 # %% [markdown]
 # 72·D² = 7·T·D, so T is about 10·D: 21,000 tokens. At the usual 2048 or 4096 tokens, attention is a small part of the *FLOPs*.
@@ -236,7 +241,8 @@ lab.beside("attention executes more from", my_crossover, linear / attention, "to
 # %%
 for name in ("gpt-1.3b", "gpt-7b", "dit-xl", "vit-mp"):
     c = config.load(name, ["train.recompute=full"])
-    print(f"{name:9} model FLOPs of a sample {flops.step(c.model, 1):.3e}, executed with train.recompute=full "
+    print(f"{name:9} model FLOPs of a sample {flops.step(c.model, 1):.3e}, executed "
+          f"with train.recompute=full "
           f"{flops.executed(c, 1) / flops.step(c.model, 1):.2f} times as many")
 
 # %% [markdown]
@@ -252,9 +258,11 @@ for name in ("gpt-1.3b", "gpt-7b", "dit-xl", "vit-mp"):
 my_350m = 100.0                  # your prediction, in ms
 
 # %%
-c = config.load("gpt-350m", ["train.global_batch=32", "train.micro_batch=0", "compile=true", "stream=narrow", "parallel.dp=1"])
+c = config.load("gpt-350m", ["train.global_batch=32", "train.micro_batch=0",
+                             "compile=true", "stream=narrow", "parallel.dp=1"])
 at_peak = flops.step(c.model, 32) / h200.peak("bf16") * 1e3
-row = next(row for row in lab.results("gpt_h200")["rows"] if row["configuration"] == "350M: bf16, compiled, narrow stream")
+row = next(row for row in lab.results("gpt_h200")["rows"] if row["configuration"]
+           == "350M: bf16, compiled, narrow stream")
 print(f"at the peak: {at_peak:.1f} ms")
 lab.beside("a step of GPT 350M", my_350m, row["ms"], "ms", "recorded")
 
@@ -273,12 +281,17 @@ my_small_percent = 50.0          # your prediction
 # %%
 ceilings = lab.results("ceilings_h200")
 reached = {f"{size}³": rate / 1e12 for size, rate in ceilings["matmul"].items()}
-lab.picture(style.bars(reached, "TFLOP/s", "bf16 matmuls of square matrices, one H200, sustained"),
-            "Bars, in TFLOP/s: " + ", ".join(f"{size} {rate:.0f}" for size, rate in reached.items()))
-lab.beside("1024³, percent of 989 TFLOP/s", my_small_percent, 100 * ceilings["matmul"]["1024"] / 989e12, "%", "recorded")
-layers = {part["case"].removesuffix(", bf16"): part["tflops"] for part in lab.results("fp8_h200")["parts"]
+lab.picture(style.bars(reached, "TFLOP/s", "bf16 matmuls of square matrices, one "
+                       "H200, sustained"),
+            "Bars, in TFLOP/s: " + ", ".join(f"{size} {rate:.0f}"
+                                             for size, rate in reached.items()))
+lab.beside("1024³, percent of 989 TFLOP/s", my_small_percent,
+           100 * ceilings["matmul"]["1024"] / 989e12, "%", "recorded")
+layers = {part["case"].removesuffix(", bf16"): part["tflops"]
+          for part in lab.results("fp8_h200")["parts"]
           if part["case"].endswith("bf16")}
-print("\nlayers of width 4096 and 16,384 tokens, TFLOP/s:", {name: round(rate) for name, rate in layers.items()})
+print("\nlayers of width 4096 and 16,384 tokens, TFLOP/s:",
+      {name: round(rate) for name, rate in layers.items()})
 
 # %% [markdown]
 # The matmuls of a real layer reach {result: min(layers) | .0f} to {result: max(layers) | .0f} TFLOP/s, on average
@@ -298,7 +311,8 @@ print("\nlayers of width 4096 and 16,384 tokens, TFLOP/s:", {name: round(rate) f
 
 # %%
 for kind, part in kernel_efficiency.MEMORY.items():
-    print(f"{kind:12} {part:.0%} of {h200.bandwidth / 1e12:.1f} TB/s = {part * h200.bandwidth / 1e12:.1f} TB/s")
+    print(f"{kind:12} {part:.0%} of {h200.bandwidth / 1e12:.1f} TB/s = "
+          f"{part * h200.bandwidth / 1e12:.1f} TB/s")
 
 # %% [markdown]
 # `fused` are the compiler's kernels; `elementwise` and `norm` are PyTorch's own. You counted their bytes in lesson 05. The
@@ -354,13 +368,17 @@ def activation_bytes(tokens: int, dim: int, hidden: int, tp: int, sp: bool) -> f
 check("activation-bytes")
 
 # %%
-fewer = activation_bytes(4096, 4096, 16384, 8, False) / activation_bytes(4096, 4096, 16384, 8, True)
-lab.beside("times fewer bytes with sequence parallelism, tp = 8", my_times_fewer, fewer, "times", "counted")
+fewer = activation_bytes(4096, 4096, 16384, 8,
+                         False) / activation_bytes(4096, 4096, 16384, 8, True)
+lab.beside("times fewer bytes with sequence parallelism, tp = 8", my_times_fewer, fewer,
+           "times", "counted")
 for sp in ("false", "true"):
-    c = config.load("gpt-7b", ["model.context=4096", "parallel.tp=8", f"parallel.sp={sp}", "train.global_batch=1"])
+    c = config.load("gpt-7b", ["model.context=4096", "parallel.tp=8",
+                               f"parallel.sp={sp}", "train.global_batch=1"])
     kept = activation_memory.block(next(memory.ranks(c)))
     mine = activation_bytes(4096, 4096, 16384, 8, sp == "true")
-    print(f"sp={sp:5}: you count {mine / 1e6:6.1f} MB a block, the library {sum(kept.values()) / 1e6:6.1f} MB")
+    print(f"sp={sp:5}: you count {mine / 1e6:6.1f} MB a block, the library "
+          f"{sum(kept.values()) / 1e6:6.1f} MB")
 
 # %% [markdown]
 # 3.3 times, not 8: at tp = 8, most of the bytes lie *outside* unless the tokens are sharded too. This is the second reason for
@@ -374,10 +392,13 @@ single = [step for step in recorded_steps.one_gpu() if step.config.precision != 
 gigabytes = {"ViT": [], "DiT": [], "GPT": []}
 for step in single:
     group = {"vit": "ViT", "gpt": "GPT", "dit": "DiT"}[step.name[:3]]
-    gigabytes[group].append((step.memory_gb, memory.predict(step.config).allocated / 1e9))
+    gigabytes[group].append((step.memory_gb, memory.predict(step.config).allocated
+                             / 1e9))
 worst = max(abs(y / x - 1) for points in gigabytes.values() for x, y in points)
-lab.picture(performance_model.scatter(gigabytes, "GB at the peak", "Memory of models on one H200: predicted over measured", 0.1),
-            f"Predicted over measured memory against GB: all points lie within {worst:.1%} of 1")
+lab.picture(performance_model.scatter(gigabytes, "GB at the peak", "Memory of models "
+                                      "on one H200: predicted over measured", 0.1),
+            f"Predicted over measured memory against GB: all points lie within "
+            f"{worst:.1%} of 1")
 print(f"largest error: {worst:.1%}")
 
 # %% [markdown]
@@ -396,11 +417,16 @@ my_misfit = "tp8 pp2"            # your prediction
 # %%
 h20 = hardware.load("h20")
 for tp, pp in ((4, 4), (8, 2), (2, 8)):
-    c = config.load("dit-3b", ["model.latent=[4,512,512]", "train.micro_batch=1", "train.global_batch=8", f"parallel.tp={tp}",
-                               f"parallel.pp={pp}", "parallel.dp=1", "parallel.sp=true"])
+    c = config.load("dit-3b", ["model.latent=[4,512,512]", "train.micro_batch=1",
+                               "train.global_batch=8", f"parallel.tp={tp}",
+                               f"parallel.pp={pp}", "parallel.dp=1",
+                               "parallel.sp=true"])
     needs = memory.predict(c)
-    print(f"tp{tp} pp{pp}: {needs.total / 1e9:4.0f} GB of {h20.memory / 1e9:.0f}, activations {needs.activations / 1e9:4.0f} GB, "
-          f"{step_time.predict(c, h20).step:.1f} s" + ("   did not fit; you said " + my_misfit if (tp, pp) == (2, 8) else ""))
+    print(f"tp{tp} pp{pp}: {needs.total / 1e9:4.0f} GB of {h20.memory / 1e9:.0f}, "
+          f"activations {needs.activations / 1e9:4.0f} GB, "
+          f"{step_time.predict(c, h20).step:.1f} s" + ("   did not fit; you said "
+                                                       + my_misfit if (tp, pp) == (2, 8)
+                                                       else ""))
 
 # %% [markdown]
 # tp2 pp8. With tensor parallelism each rank keeps 1/tp of each activation. The first rank of a 1F1B pipeline has an eighth of
@@ -443,10 +469,15 @@ recorded_bus = lab.results("beginning_h200")["all_reduce"]["4"]        # GB/s
 for megabytes in (1, 25, 134, 512):
     bus = recorded_bus[str(megabytes)]
     measured = 1.5 * megabytes * 1e6 / (bus * 1e9)
-    ring[megabytes] = all_reduce_seconds(megabytes * 1e6, 4, 2e-6, 0.78 * 450e9) / measured - 1
-    library = collectives.all_reduce(megabytes * 1e6, collectives.group_of([(1, 4)], h200)) / measured - 1
-    print(f"{megabytes:4} MB: measured {measured * 1e6:6.0f} us, your ring {ring[megabytes]:+5.0%}, the library {library:+5.0%}")
-print("most wrong:", max(ring, key=lambda size: abs(ring[size])), "MB - you said", my_worst_mb)
+    ring[megabytes] = all_reduce_seconds(megabytes * 1e6, 4, 2e-6,
+                                         0.78 * 450e9) / measured - 1
+    library = collectives.all_reduce(megabytes * 1e6,
+                                     collectives.group_of([(1, 4)],
+                                                          h200)) / measured - 1
+    print(f"{megabytes:4} MB: measured {measured * 1e6:6.0f} us, your ring "
+          f"{ring[megabytes]:+5.0%}, the library {library:+5.0%}")
+print("most wrong:", max(ring, key=lambda size: abs(ring[size])), "MB - you said",
+      my_worst_mb)
 
 # %% [markdown]
 # The smallest: your formula is {result: short_by | .0%} too short. Every collective also takes
@@ -468,9 +499,11 @@ my_scatter = 0.25                # your prediction, in ms
 # %%
 for size in (8, 64, 1024, 16384):
     group = collectives.group_of([(1, size)], h200)
-    print(f"{size:6} GPUs, 25 MB: all-reduce {collectives.all_reduce(25e6, group) * 1e3:5.2f} ms, "
+    print(f"{size:6} GPUs, 25 MB: all-reduce "
+          f"{collectives.all_reduce(25e6, group) * 1e3:5.2f} ms, "
           f"reduce-scatter {collectives.reduce_scatter(25e6, group) * 1e3:6.2f} ms")
-lab.beside("the reduce-scatter", my_scatter, collectives.reduce_scatter(25e6, group) * 1e3, "ms", "the library's")
+lab.beside("the reduce-scatter", my_scatter, collectives.reduce_scatter(25e6, group)
+           * 1e3, "ms", "the library's")
 
 # %% [markdown]
 # The ring takes 14,336 steps within nodes and 2047 between them, with almost no bytes in each. The cure is fewer collectives:
@@ -486,10 +519,12 @@ lab.beside("the reduce-scatter", my_scatter, collectives.reduce_scatter(25e6, gr
 # </details>
 
 # %%
-for name, stride, size in (("16 neighbors, two nodes", 1, 16), ("one GPU in each of 16 nodes", 8, 16)):
+for name, stride, size in (("16 neighbors, two nodes", 1, 16),
+                           ("one GPU in each of 16 nodes", 8, 16)):
     for chip in ("h200", "v100-16"):
         group = collectives.group_of([(stride, size)], hardware.load(chip))
-        print(f"{name:28} {chip:8} 200 MB: {collectives.all_reduce(200e6, group) * 1e3:6.1f} ms")
+        print(f"{name:28} {chip:8} 200 MB: "
+              f"{collectives.all_reduce(200e6, group) * 1e3:6.1f} ms")
 
 # %% [markdown]
 # ## What overlaps
@@ -507,10 +542,13 @@ for name, stride, size in (("16 neighbors, two nodes", 1, 16), ("one GPU in each
 my_bucketed = 75.0               # your prediction
 
 # %%
-steps = {step.name.removeprefix("dp 4: "): step for step in recorded_steps.data() if step.gpus == 4}
+steps = {step.name.removeprefix("dp 4: "): step for step in recorded_steps.data()
+         if step.gpus == 4}
 buckets = "bucketed, compiled, 100 MB"
-lab.recorded("dp_h200", {case: {"ms": steps[case].ms, "the library predicts": steps[case].time.step * 1e3}
-                         for case in ("none, compiled, 25 MB", "naive, compiled, 25 MB", buckets)}, why="Four GPUs")
+lab.recorded("dp_h200", {case: {"ms": steps[case].ms,
+                                "the library predicts": steps[case].time.step * 1e3}
+                         for case in ("none, compiled, 25 MB", "naive, compiled, 25 MB",
+                                      buckets)}, why="Four GPUs")
 lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 
 # %% [markdown]
@@ -555,9 +593,11 @@ check("pipeline-seconds")
 my_percent_longer = 7.5          # your prediction
 
 # %%
-plain, uneven = pipeline_seconds([1, 1, 1, 1], 16, 1), pipeline_seconds([1, 1, 1, 1.3], 16, 1)
+plain, uneven = pipeline_seconds([1, 1, 1, 1], 16,
+                                 1), pipeline_seconds([1, 1, 1, 1.3], 16, 1)
 moved_on = pipeline_seconds([1.125, 1.125, 1.0, 0.75 + 0.3], 16, 1)
-lab.beside("percent longer", my_percent_longer, 100 * (uneven / plain - 1), "%", "counted")
+lab.beside("percent longer", my_percent_longer, 100 * (uneven / plain - 1), "%",
+           "counted")
 print(f"with 9, 9, 8 and 6 blocks: {100 * (moved_on / plain - 1):.0f}%")
 
 # %% [markdown]
@@ -593,16 +633,19 @@ my_median, my_worst = 15.0, 80.0                     # your predictions, in perc
 
 # %%
 all_steps = recorded_steps.steps()
-words = {"vit": "ViT, one GPU", "gpt": "GPT, one GPU", "dit": "DiT, one GPU", "tp": "tensor parallel", "cp": "context parallel",
+words = {"vit": "ViT, one GPU", "gpt": "GPT, one GPU", "dit": "DiT, one GPU",
+         "tp": "tensor parallel", "cp": "context parallel",
          "dp": "data parallel", "zero": "data parallel", "pp": "pipeline"}
 groups = {}
 for step in all_steps:
-    groups.setdefault(words[step.file.split("_")[0]], []).append((step.ms, step.time.step * 1e3))
+    groups.setdefault(words[step.file.split("_")[0]],
+                      []).append((step.ms, step.time.step * 1e3))
 lab.picture(performance_model.scatter(groups, "ms", f"{len(all_steps)} steps on H200s"),
-            "Predicted over measured time, against measured milliseconds: most points lie near 1, "
-            "and most of the others below it")
+            "Predicted over measured time, against measured milliseconds: most points "
+            "lie near 1, and most of the others below it")
 off = sorted(all_steps, key=lambda step: -abs(step.error))
-lab.beside("median error", my_median, 100 * statistics.median(abs(step.error) for step in all_steps), "%")
+lab.beside("median error", my_median,
+           100 * statistics.median(abs(step.error) for step in all_steps), "%")
 lab.beside("worst error", my_worst, 100 * abs(off[0].error), "%")
 print("\nthe worst:")
 for step in off[:8]:
@@ -639,22 +682,32 @@ drawn = {row["name"]: row for row in lab.results("heldout_3")["configurations"]}
 held: dict[str, list[tuple[float, float]]] = {"one GPU": [], "two GPUs": []}
 misses, apart = [], []
 for row in lab.results("heldout_3_h200")["rows"]:
-    about = drawn[row["name"]]                                      # predicted_ms: from before it was measured
-    held["one GPU" if about["gpus"] == 1 else "two GPUs"].append((row["ms"], row["predicted_ms"]))
-    wanted = ("parallel.dp", "parallel.tp", "parallel.cp", "parallel.pp", "precision", "compile", "train.recompute")
-    words = [word.split(".")[-1] for word in about["settings"] if word.startswith(wanted) and not word.endswith("=1")]
-    misses.append((row["predicted_ms"] / row["ms"] - 1, f"{about['preset']} {' '.join(words)}"))
-    peak = max(row["memory_gb"], row["first_gb"])                   # of the timed steps and the first one
+    # predicted_ms: from before it was measured
+    about = drawn[row["name"]]
+    held["one GPU" if about["gpus"] == 1
+         else "two GPUs"].append((row["ms"], row["predicted_ms"]))
+    wanted = ("parallel.dp", "parallel.tp", "parallel.cp", "parallel.pp", "precision",
+              "compile", "train.recompute")
+    words = [word.split(".")[-1] for word in about["settings"]
+             if word.startswith(wanted) and not word.endswith("=1")]
+    misses.append((row["predicted_ms"] / row["ms"] - 1,
+                   f"{about['preset']} {' '.join(words)}"))
+    # of the timed steps and the first one
+    peak = max(row["memory_gb"], row["first_gb"])
     apart.append(abs(row["predicted_gb"] / peak - 1))
 every = [abs(error) for error, _ in misses]
-lab.picture(performance_model.scatter(held, "ms", "Configurations that nobody had seen"),
-            "Predicted over measured time of held-out configurations, against milliseconds: "
-            "on one GPU near 1, on two GPUs often below")
-lab.beside(f"median error of {len(every)} steps", my_held_median, 100 * statistics.median(every), "%")
+lab.picture(performance_model.scatter(held, "ms",
+                                      "Configurations that nobody had seen"),
+            "Predicted over measured time of held-out configurations, against "
+            "milliseconds: on one GPU near 1, on two GPUs often below")
+lab.beside(f"median error of {len(every)} steps", my_held_median,
+           100 * statistics.median(every), "%")
 lab.beside("worst error", my_held_worst, 100 * max(every), "%")
 for name, points in held.items():
-    print(f"{name}: {len(points)} steps, median error {statistics.median(abs(y / x - 1) for x, y in points):.0%}")
-print(f"their memory: median error {statistics.median(apart):.1%}, worst {max(apart):.1%}\n\nthe worst times:")
+    print(f"{name}: {len(points)} steps, median error "
+          f"{statistics.median(abs(y / x - 1) for x, y in points):.0%}")
+print(f"their memory: median error {statistics.median(apart):.1%}, worst "
+      f"{max(apart):.1%}\n\nthe worst times:")
 for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
     print(f"    {error:+4.0%}  {words}")
 
@@ -684,16 +737,22 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
 # %%
 by_group: dict[str, dict[str, float]] = {}
 for case in published_steps.CASES:
-    by_group.setdefault(case.group, {})[f"{case.name} ({case.unit})"] = published_steps.error(case)
+    by_group.setdefault(case.group,
+                        {})[f"{case.name} ({case.unit})"] = published_steps.error(case)
 far = [case for case in published_steps.CASES if abs(published_steps.error(case)) > 0.2]
-lab.picture(performance_model.errors(by_group, "Published measurements: the library's prediction, in the source's unit",
+lab.picture(performance_model.errors(by_group, "Published measurements: the library's "
+                                     "prediction, in the source's unit",
                                      limit=0.2),
-            f"{len(published_steps.CASES)} dots, most within 20 percent of zero. The others: "
-            + ", ".join(f"{published_steps.error(case):+.0%} for {case.group}, {case.name}" for case in far))
+            f"{len(published_steps.CASES)} dots, most within 20 percent of "
+            f"zero. The others: "
+            + ", ".join(f"{published_steps.error(case):+.0%} for {case.group}, "
+                        f"{case.name}" for case in far))
 errors_of = [abs(published_steps.error(case)) for case in published_steps.CASES]
-print(f"{len(errors_of)} measurements: median error {statistics.median(errors_of):.0%}; over 20%:")
+print(f"{len(errors_of)} measurements: median error "
+      f"{statistics.median(errors_of):.0%}; over 20%:")
 for case in far:
-    print(f"    {published_steps.error(case):+4.0%}  {case.group}, {case.name}: {case.why or 'not explained'}")
+    print(f"    {published_steps.error(case):+4.0%}  {case.group}, {case.name}: "
+          f"{case.why or 'not explained'}")
 
 # %% [markdown]
 # > **Question.** In ms, a positive error means that the prediction is too long; in samples/s, that it is too fast. Which kind
@@ -742,7 +801,8 @@ plan.main("gpt-7b", FAST, 64, "h100-80", top=6)
 # %%
 seven = config.load("gpt-7b", FAST)
 fastest = search.find_layouts(seven, hardware.load("h100-80"), 64).layouts[0]
-print(f"the fastest: tp={fastest.config.parallel.tp} pp={fastest.config.parallel.pp}; you said tp={my_tp} pp={my_pp}")
+print(f"the fastest: tp={fastest.config.parallel.tp} pp={fastest.config.parallel.pp}; "
+      f"you said tp={my_tp} pp={my_pp}")
 lab.beside("MFU", my_mfu, 100 * fastest.time.mfu, "%", "the library's")
 
 # %% [markdown]
@@ -777,7 +837,8 @@ seconds = 134e9 / (seven.train.global_batch * seven.model.context) * fastest.tim
 lab.beside("days, your first guess", my_days, seconds / 86400, "days", "the library's")
 lab.beside("days, now", my_days_now, seconds / 86400, "days", "the library's")
 print("\nThe same by `course plan ... --tokens 134e9`:", plan.duration(
-    search.find_layouts(seven, hardware.load("h100-80"), 64), fastest, 1, 134e9 / seven.model.context))
+    search.find_layouts(seven, hardware.load("h100-80"),
+                        64), fastest, 1, 134e9 / seven.model.context))
 
 # %% [markdown]
 # The largest error of this number is not in the model. It is everything that is not a step: broken GPUs, checkpoints, restarts,
@@ -787,13 +848,17 @@ print("\nThe same by `course plan ... --tokens 134e9`:", plan.duration(
 
 # %%
 counts = [64, 128, 256, 512, 1024, 2048, 4096]
-rates = [seven.train.global_batch / search.find_layouts(seven, hardware.load("h100-80"), gpus).layouts[0].time.step
+rates = [seven.train.global_batch / search.find_layouts(seven, hardware.load("h100-80"),
+                                                        gpus).layouts[0].time.step
          for gpus in counts]
 ideal = [rates[0] * n / 64 for n in counts]
-lab.picture(style.curves({"the fastest layout": (counts, rates), "ideal": (counts, ideal)}, "GPUs", "samples/s",
+lab.picture(style.curves({"the fastest layout": (counts, rates),
+                          "ideal": (counts, ideal)}, "GPUs", "samples/s",
                             "GPT 7B, 1024 samples a step: strong scaling"),
-            "Samples per second against GPUs: near the ideal line at first, then further and further below it")
-print({n: f"{rate / rates[0] / n * 64:.0%} efficient" for n, rate in zip(counts, rates, strict=True)})
+            "Samples per second against GPUs: near the ideal line at first, then "
+            "further and further below it")
+print({n: f"{rate / rates[0] / n * 64:.0%} efficient"
+       for n, rate in zip(counts, rates, strict=True)})
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -863,7 +928,8 @@ check("step-seconds")
 # First predict the three runs as a salesperson would: with the rates of the data sheet.
 
 # %%
-sheet = Rates(matmul=h200.peak("bf16"), attention=h200.peak("bf16"), memory=h200.bandwidth, latency=0.0, bandwidth=450e9)
+sheet = Rates(matmul=h200.peak("bf16"), attention=h200.peak("bf16"),
+              memory=h200.bandwidth, latency=0.0, bandwidth=450e9)
 for name, run in runs.items():
     print(f"{name:16} {1e3 * step_seconds(run, sheet):6.0f} ms")
 
@@ -874,8 +940,11 @@ for name, run in runs.items():
 # > your prediction.
 
 # %%
-half = Rates(matmul=495e12, attention=495e12, memory=2.4e12, latency=2e-6, bandwidth=225e9)        # of the data sheet
-my_rates = {"one GPU": half, "tensor parallel": half, "pipeline": half}                             # your predictions: Rates(...)
+# of the data sheet
+half = Rates(matmul=495e12, attention=495e12, memory=2.4e12, latency=2e-6,
+             bandwidth=225e9)
+# your predictions: Rates(...)
+my_rates = {"one GPU": half, "tensor parallel": half, "pipeline": half}
 my_ms = {name: 1e3 * step_seconds(run, my_rates[name]) for name, run in runs.items()}
 print({name: round(ms) for name, ms in my_ms.items()})
 
@@ -888,10 +957,14 @@ recorded_runs.compare_predictions(my_ms)
 # and a link's at these sizes.
 
 # %%
-told = {"one GPU": Rates(matmul=670e12, attention=440e12, memory=2.6e12, latency=2e-6, bandwidth=350e9),
-        "tensor parallel": Rates(matmul=670e12, attention=500e12, memory=2.0e12, latency=2e-6, bandwidth=290e9),
-        "pipeline": Rates(matmul=670e12, attention=500e12, memory=2.0e12, latency=2e-6, bandwidth=350e9)}
-recorded_runs.compare_predictions({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.items()})
+told = {"one GPU": Rates(matmul=670e12, attention=440e12, memory=2.6e12, latency=2e-6,
+                         bandwidth=350e9),
+        "tensor parallel": Rates(matmul=670e12, attention=500e12, memory=2.0e12,
+                                 latency=2e-6, bandwidth=290e9),
+        "pipeline": Rates(matmul=670e12, attention=500e12, memory=2.0e12, latency=2e-6,
+                          bandwidth=350e9)}
+recorded_runs.compare_predictions({name: 1e3 * step_seconds(run, told[name])
+                                   for name, run in runs.items()})
 
 # %% [markdown]
 # A few lines of arithmetic, with nothing fitted to a step, are close on one GPU and with tensor parallelism. For the pipeline
@@ -900,10 +973,12 @@ recorded_runs.compare_predictions({name: 1e3 * step_seconds(run, told[name]) for
 # %%
 chosen = recorded_runs.recorded_run_steps()
 milliseconds = {name: step.ms for name, step in chosen.items()}
-lab.picture(performance_model.times({name: step.time for name, step in chosen.items()}, milliseconds,
+lab.picture(performance_model.times({name: step.time for name, step in chosen.items()},
+                                    milliseconds,
                                "Predicted steps in pieces; diamonds: recorded"),
-            "Three bars: matmuls are the longest piece of each, then kernels bound by memory, attention, and at the end "
-            "optimizer, tensor parallelism or bubble. The diamonds lie at the ends of the bars or a little before")
+            "Three bars: matmuls are the longest piece of each, then kernels bound by "
+            "memory, attention, and at the end optimizer, tensor parallelism or "
+            "bubble. The diamonds lie at the ends of the bars or a little before")
 
 # %% [markdown]
 # ## With sliders
@@ -916,10 +991,14 @@ lab.picture(performance_model.times({name: step.time for name, step in chosen.it
 # > 1? Which slider helps?
 
 # %%
-slider = widgets.explore(performance_model.explore_step, start=performance_model.START, **performance_model.SLIDERS,
-                         alt="Two bars in pieces: the memory of the fullest GPU, with a line for its capacity, "
-                             "and the time of a step. Beside them: samples per second against the number "
-                             "of GPUs. Black diamonds are measurements, where there are any.")
+slider = widgets.explore(performance_model.explore_step, start=performance_model.START,
+                         **performance_model.SLIDERS,
+                         alt="Two bars in pieces: the memory of the fullest GPU, with "
+                         "a line for its capacity, "
+                             "and the time of a step. Beside them: samples per second "
+                         "against the number "
+                             "of GPUs. Black diamonds are measurements, where "
+                         "there are any.")
 
 # %% [markdown]
 # <details><summary>Answers</summary>

@@ -72,7 +72,8 @@ from course.planner import hardware, search
 from course.cli import plan
 
 lab.begin("18")
-my_cluster = False               # True: jobs go to this machine's own cluster, if it has sbatch
+# True: jobs go to this machine's own cluster, if it has sbatch
+my_cluster = False
 cluster = places.find(my_cluster)
 print(cluster.description)
 
@@ -88,7 +89,8 @@ print(cluster.description)
 # over. You say it in a **batch script**, a shell script with a header that the scheduler reads. Here is a very small one.
 
 # %%
-work = Path("runs", "lesson18").resolve()            # all nodes see it: scripts, logs, data
+# all nodes see it: scripts, logs, data
+work = Path("runs", "lesson18").resolve()
 shutil.rmtree(work, ignore_errors=True)
 work.mkdir(parents=True)
 hello = work / "hello.sh"
@@ -218,9 +220,11 @@ check("rendezvous")
 
 # %%
 lab.picture(figures_cluster.time_limit(),
-            "Four rows over time: Slurm, script, srun, ranks. Slurm starts the script, which starts srun and waits. Later "
-            "Slurm sends USR1 to the script, the script passes it to srun, and srun to the ranks. The ranks save and end "
-            "with status 75, and the script requeues the job. After some time in the queue it starts again and loads")
+            "Four rows over time: Slurm, script, srun, ranks. Slurm starts the "
+            "script, which starts srun and waits. Later Slurm sends USR1 to the "
+            "script, the script passes it to srun, and srun to the ranks. The ranks "
+            "save and end with status 75, and the script requeues the job. After some "
+            "time in the queue it starts again and loads")
 
 # %% [markdown]
 # Three things are hard about it, and all three concern the shell:
@@ -332,9 +336,12 @@ for split, count in (("train", 200_000), ("valid", 4_000)):
     with document_writer(work / "language" / split, 12) as writer:
         writer.add(language(count, seed=count))
 
-TINY = ["gpt-demo", "model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2", "data.source=files",
-        f"data.path={work / 'language'}", "data.workers=0", "train.device=cpu", "train.global_batch=16", "train.steps=240",
-        "optim.lr=1e-2", "checkpoint.every=50", "log.every=1", "log.tensorboard=false", f"log.dir={Path('runs').resolve()}"]
+TINY = ["gpt-demo", "model.vocab=12", "model.context=32", "model.dim=32",
+        "model.depth=2", "data.source=files",
+        f"data.path={work / 'language'}", "data.workers=0", "train.device=cpu",
+        "train.global_batch=16", "train.steps=240",
+        "optim.lr=1e-2", "checkpoint.every=50", "log.every=1", "log.tensorboard=false",
+        f"log.dir={Path('runs').resolve()}"]
 
 
 def folder(name: str) -> Path:
@@ -348,7 +355,8 @@ def submit(name: str) -> int:
 
 
 def completed(name: str, number: int) -> places.Job:
-    """Wait for the job of the run with this name, which must complete; return the job."""
+    """Wait for the job of the run with this name, which must complete; return the
+    job."""
     job = cluster.wait(number)
     if job.state != "COMPLETED":
         raise CourseError(f"{job}; the end of its log:\n{job.log[-3000:]}")
@@ -360,12 +368,14 @@ def resumed(job: places.Job) -> int:
     """The step from which a job continued the last time."""
     steps = re.findall(r"resuming .* at step (\d+)", job.log)
     if not steps:
-        raise CourseError(f"{job}, and it continued from no checkpoint; the end of its log:\n{job.log[-3000:]}")
+        raise CourseError(f"{job}, and it continued from no checkpoint; the end of "
+                          f"its log:\n{job.log[-3000:]}")
     return int(steps[-1])
 
 
 for name in ("undisturbed", "preempted", "lost"):
-    shutil.rmtree(folder(name), ignore_errors=True)              # an earlier run would continue
+    # an earlier run would continue
+    shutil.rmtree(folder(name), ignore_errors=True)
 job = completed("undisturbed", submit("undisturbed"))
 print(job, "\n")
 print("\n".join([*job.log.splitlines()[:3], "...", *job.log.splitlines()[-3:]]))
@@ -391,20 +401,28 @@ places.wait_for_step(folder("preempted"), 80, cluster, number)
 cluster.send_warning(number)
 job = completed("preempted", number)
 print(job, "\n")
-print("\n".join(line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)))
+print("\n".join(line for line in job.log.splitlines()
+                if not re.match(r"(\d: )?step ", line)))
 
 # %%
-whole, preempted = places.losses(folder("undisturbed")), places.losses(folder("preempted"))
+whole, preempted = places.losses(folder("undisturbed")), places.losses(
+    folder("preempted"))
 stopped_at = resumed(job)
 lines = {"undisturbed": (list(whole), list(whole.values()))}
-parts = {"before the warning": [s for s in preempted if s <= stopped_at], "requeued": [s for s in preempted if s > stopped_at]}
-dots = {name: (steps[::6], [preempted[s] for s in steps[::6]]) for name, steps in parts.items()}
-lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", f"A warning, and on from step {stopped_at}"),
-            "The falling loss of the undisturbed run. The dots of the run before the warning lie on this curve, and so do the "
-            "squares of the requeued run")
+parts = {"before the warning": [s for s in preempted if s <= stopped_at],
+         "requeued": [s for s in preempted if s > stopped_at]}
+dots = {name: (steps[::6], [preempted[s] for s in steps[::6]])
+        for name, steps in parts.items()}
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss",
+                                       f"A warning, and on from step {stopped_at}"),
+            "The falling loss of the undisturbed run. The dots of the run before the "
+            "warning lie on this curve, and so do the squares of the requeued run")
 logged = [int(found) for found in re.findall(r"\bstep +(\d+)/240", job.log)]
-print(f"done a second time: {len(logged) - len(set(logged))} steps, you said {my_steps_again}")
-print(f"losses that differ: {sum(preempted.get(step) != loss for step, loss in whole.items())} of {len(whole)}, "
+print(f"done a second time: {len(logged) - len(set(logged))} steps, you said "
+      f"{my_steps_again}")
+print(f"losses that differ: "
+      f"{sum(preempted.get(step) != loss for step, loss in whole.items())} "
+      f"of {len(whole)}, "
       f"you said {my_losses_apart}")
 print(f"starts: {1 + job.restarts}, you said {my_starts}")
 
@@ -502,7 +520,8 @@ job = cluster.wait(number)
 before = places.losses(folder("lost"))
 print(job, "\n")
 told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)]
-print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ", break_on_hyphens=False) for line in told[1:9]))
+print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ",
+                              break_on_hyphens=False) for line in told[1:9]))
 
 # %% [markdown]
 # The others ended within seconds. One of them names the missing rank and the step that this rank last reported. (Ranks
@@ -521,13 +540,19 @@ print(next(line for line in job.log.splitlines() if "resuming" in line))
 # %%
 again = [step for step in before if step > resumed_at]
 lines = {"undisturbed": (list(whole), list(whole.values()))}
-dots = {"until the node was lost": (list(before)[::6], [before[s] for s in list(before)[::6]]),
-        "submitted again": ([s for s in lost if s > resumed_at][::6], [lost[s] for s in lost if s > resumed_at][::6])}
-lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", f"Killed at step {max(before)}, and on from step {resumed_at}"),
-            "The dots of the run until it lost the node lie on the curve of the undisturbed run. So do the squares of the "
-            "second submission, which begin before the dots end")
-print(f"done twice: {len(again)} steps, you said {my_steps_lost}; {my_survivors!r}, you said of the survivors")
-print(f"losses that differ: {sum(lost.get(step) != loss for step, loss in whole.items())} of {len(whole)}, "
+dots = {"until the node was lost": (list(before)[::6],
+                                    [before[s] for s in list(before)[::6]]),
+        "submitted again": ([s for s in lost if s > resumed_at][::6],
+                            [lost[s] for s in lost if s > resumed_at][::6])}
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", f"Killed at step "
+                                       f"{max(before)}, and on from step {resumed_at}"),
+            "The dots of the run until it lost the node lie on the curve of the "
+            "undisturbed run. So do the squares of the second submission, which begin "
+            "before the dots end")
+print(f"done twice: {len(again)} steps, you said {my_steps_lost}; {my_survivors!r}, "
+      f"you said of the survivors")
+print(f"losses that differ: "
+      f"{sum(lost.get(step) != loss for step, loss in whole.items())} of {len(whole)}, "
       f"you said {my_losses_apart_then}")
 
 # %% [markdown]
@@ -556,7 +581,8 @@ plan.main("gpt-7b", FAST, 64, "h100-80", launch=True)
 
 # %%
 for tasks in (8, 1):
-    words = ["--nodes=8", "--gpus-per-node=8", f"--ntasks-per-node={tasks}", "--cpus-per-task=8"]
+    words = ["--nodes=8", "--gpus-per-node=8", f"--ntasks-per-node={tasks}",
+             "--cpus-per-task=8"]
     print(*words)
     clean = lint.main(Path("submit/train.sh"), words)
 
@@ -565,7 +591,8 @@ seven = config.load("gpt-7b", FAST)
 found = search.find_layouts(seven, hardware.load("h100-80"), 64)
 best = found.layouts[0]
 days = plan.training(found, best, 134e9 / seven.model.context)["days"]
-print(f"the best layout: {best.sizes}; you said {my_nodes} nodes, {my_tasks} tasks, and most for {my_axis}")
+print(f"the best layout: {best.sizes}; you said {my_nodes} nodes, {my_tasks} tasks, "
+      f"and most for {my_axis}")
 print(f"{days:.2f} days without failures")
 
 # %% [markdown]
@@ -576,10 +603,13 @@ print(f"{days:.2f} days without failures")
 my_seven, my_six = 87.0, 75.0    # your predictions, in percent
 
 # %%
-fewer = {gpus: search.find_layouts(seven, hardware.load("h100-80"), gpus).layouts[0] for gpus in (56, 48)}
+fewer = {gpus: search.find_layouts(seven, hardware.load("h100-80"), gpus).layouts[0]
+         for gpus in (56, 48)}
 for gpus, layout in fewer.items():
-    print(f"{gpus} GPUs: {layout.sizes}, {layout.time.samples_per_s:.0f} samples/s; 64 GPUs: {best.time.samples_per_s:.0f}")
-for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values(), strict=True):
+    print(f"{gpus} GPUs: {layout.sizes}, {layout.time.samples_per_s:.0f} samples/s; "
+          f"64 GPUs: {best.time.samples_per_s:.0f}")
+for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values(),
+                              strict=True):
     speed = 100 * layout.time.samples_per_s / best.time.samples_per_s
     lab.beside(f"speed of {name} nodes, relative to eight", said, speed, "%", "planned")
 
@@ -619,9 +649,12 @@ for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values
 my_hours, my_node_days = 24.0, 30.0      # your predictions
 
 # %%
-mtbf = 54 * 24 * 3600 * (16_384 // 8) / 419      # seconds between two failures of a node
-lab.beside("hours between two failures of the job", my_hours, mtbf / 2048 / 3600, "h", "published")
-lab.beside("days between two failures of a node", my_node_days, mtbf / 86_400, "days", "published")
+# seconds between two failures of a node
+mtbf = 54 * 24 * 3600 * (16_384 // 8) / 419
+lab.beside("hours between two failures of the job", my_hours, mtbf / 2048 / 3600, "h",
+           "published")
+lab.beside("days between two failures of a node", my_node_days, mtbf / 86_400, "days",
+           "published")
 
 # %% [markdown]
 # A node runs for most of a year, and the job for three hours. Nobody's hardware is bad; there is so much of it.
@@ -650,10 +683,13 @@ check("checkpoint-interval")
 # Test a formula that says "on average". Let failures come at random, and count what is lost:
 
 # %%
-def simulated(interval: float, save: float, restart: float, between: float, failures: int = 4000) -> float:
+def simulated(interval: float, save: float, restart: float, between: float,
+              failures: int = 4000) -> float:
     """The share of the time that random failures and saves cost a run."""
-    running = np.random.default_rng(0).exponential(between, failures)            # seconds from restart to failure
-    kept = interval * np.floor(running / (interval + save))                      # what checkpoints keep
+    # seconds from restart to failure
+    running = np.random.default_rng(0).exponential(between, failures)
+    # what checkpoints keep
+    kept = interval * np.floor(running / (interval + save))
     return 1 - kept.sum() / (running + restart).sum()
 
 
@@ -663,21 +699,29 @@ curves, marks, least = {}, {}, {}
 for count in (8, 256, 2048):
     name, between = f"{8 * count} GPUs", mtbf / count
     curves[name] = (seconds, save / seconds + (seconds / 2 + restart) / between)
-    marks[name] = (seconds[::6], [simulated(interval, save, restart, between) for interval in seconds[::6]])
+    marks[name] = (seconds[::6], [simulated(interval, save, restart, between)
+                                  for interval in seconds[::6]])
     least[name] = checkpoint_interval(save, restart, mtbf, count)
-shown = {name: [(x, y) for x, y in zip(*line, strict=True) if y < 0.5] for name, line in {**curves}.items()}
-dotted = {name: [(x, y) for x, y in zip(*line, strict=True) if y < 0.5] for name, line in marks.items()}
-lab.picture(figures_cluster.shares({name: tuple(zip(*points, strict=True)) for name, points in shown.items()},
-                                   {name: tuple(zip(*points, strict=True)) for name, points in dotted.items()}, least,
-                                   f"A save stops the training for {save:.0f} s, a restart takes {restart / 60:.0f} minutes"),
-            "A valley for each of three numbers of GPUs, with a star at its lowest point. With more GPUs it moves left and up. "
-            "The simulation lies on the lines in the valleys, and below them at both ends")
+shown = {name: [(x, y) for x, y in zip(*line, strict=True) if y < 0.5]
+         for name, line in {**curves}.items()}
+dotted = {name: [(x, y) for x, y in zip(*line, strict=True) if y < 0.5]
+          for name, line in marks.items()}
+lab.picture(figures_cluster.shares({name: tuple(zip(*points, strict=True))
+                                    for name, points in shown.items()},
+                                   {name: tuple(zip(*points, strict=True))
+                                    for name, points in dotted.items()}, least,
+                                   f"A save stops the training for {save:.0f} s, a "
+                                   f"restart takes {restart / 60:.0f} minutes"),
+            "A valley for each of three numbers of GPUs, with a star at its lowest "
+            "point. With more GPUs it moves left and up. The simulation lies on the "
+            "lines in the valleys, and below them at both ends")
 for name, (interval, share) in least.items():
     print(f"{name:>10}: save every {interval / 60:5.0f} minutes, and lose {share:.1%}")
 
 # %%
 interval, share = checkpoint_interval(save, restart, mtbf, 8)
-print(f"GPT 7B on 8 nodes: checkpoint.every={interval / best.time.step:.0f}, every {interval / 60:.0f} minutes")
+print(f"GPT 7B on 8 nodes: checkpoint.every={interval / best.time.step:.0f}, every "
+      f"{interval / 60:.0f} minutes")
 print(f"{days:.2f} days without failures, {days / (1 - share):.2f} with them")
 
 # %% [markdown]
@@ -700,9 +744,11 @@ print(f"{days:.2f} days without failures, {days / (1 - share):.2f} with them")
 # the notebook and does not run it.
 
 # %%
-report = {"undisturbed": "runs/gpt-demo/lesson18-undisturbed", "preempted": "runs/gpt-demo/lesson18-preempted",
+report = {"undisturbed": "runs/gpt-demo/lesson18-undisturbed",
+          "preempted": "runs/gpt-demo/lesson18-preempted",
           "lost": "runs/gpt-demo/lesson18-lost"}
-measured = {"layout": "", "checkpoint_minutes": 0.0, "share_lost": 0.0}     # your own numbers
+# your own numbers
+measured = {"layout": "", "checkpoint_minutes": 0.0, "share_lost": 0.0}
 
 # %% [markdown]
 # Save the notebook. Then, in a terminal, in a job or without one:
@@ -714,7 +760,8 @@ measured = {"layout": "", "checkpoint_minutes": 0.0, "share_lost": 0.0}     # yo
 # in both files. On a machine whose Slurm does not know these jobs, `course grade` will say:
 
 # %%
-print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "", lambda number: ({}, None)).replace("; ", "\n"))
+print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "",
+                              lambda number: ({}, None)).replace("; ", "\n"))
 
 # %% [markdown]
 # *Claimed* is what your files say. *Confirmed* is what Slurm says on a shared cluster: job 4711 was yours, ran on two nodes,

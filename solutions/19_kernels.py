@@ -90,7 +90,8 @@ from course.ops.triton_language import INTERPRETED, interpreted, triton
 lab.begin("19")
 runs = lab.kernels()
 if runs:
-    print("Kernels are", "interpreted on the CPU" if INTERPRETED else "compiled for the GPU")
+    print("Kernels are", "interpreted on the CPU" if INTERPRETED
+          else "compiled for the GPU")
 
 # %% [markdown]
 # Triton is for Linux. On a Mac, or on Windows without WSL, this notebook still runs: it skips the cells that launch
@@ -165,9 +166,9 @@ if runs:
     lab.beside("programs", my_programs, len(accesses.programs), how="counted")
     lab.beside("full tiles", my_full_tiles, sizes.count(8 * 32), how="counted")
     lab.picture(pictures.tiles_of_programs(accesses, {"x": x, "y": y}),
-                "Two matrices, x and y, each cut into nine tiles. A number in each tile "
-                "says which program read it from x and wrote it to y. The tiles at the "
-                "right and at the bottom are smaller")
+                "Two matrices, x and y, each cut into nine tiles. A number in each "
+                "tile says which program read it from x and wrote it to y. The tiles "
+                "at the right and at the bottom are smaller")
 
 # %% [markdown]
 # **What you should see:** nine programs, four of them with a full tile. Each element is read once and written once.
@@ -177,8 +178,9 @@ if runs:
 # %%
 if runs:
     lab.picture(pictures.accesses_over_time(accesses, ["x", "y"]),
-                "Time goes to the right, and each program has a row. Each program reads "
-                "a tile of x, then writes a tile of y. The programs run one after another")
+                "Time goes to the right, and each program has a row. Each program "
+                "reads a tile of x, then writes a tile of y. The programs run one "
+                "after another")
 
 # %% [markdown]
 # > **Question.** The interpreter runs program 0, then program 1, and so on. A GPU runs hundreds of programs at a time, in
@@ -279,7 +281,8 @@ large = gelus["65,536 x 4,096"]
 lab.beside("fused over two kernels", my_gelu_gain,
            large["this lesson"] / large["PyTorch"], "times", "recorded")
 lab.recorded("triton_kernels_h200", gelus,
-             why="GELU(x + bias) in bf16. GB/s of the fewest bytes, one read and one write")
+             why="GELU(x + bias) in bf16. GB/s of the fewest bytes, one read and one "
+             "write")
 
 # %% [markdown]
 # **What you should see:** {result: kernel_speed("fused-gelu", "this lesson") / kernel_speed("fused-gelu", "PyTorch") | .1f}
@@ -372,7 +375,8 @@ my_softmax_gain = 0.5            # your prediction
 # %%
 softmaxes = pictures.speeds(kernel_rows, "row-softmax")
 large = softmaxes["65,536 x 4,096"]
-lab.beside("yours over PyTorch's", my_softmax_gain, large["this lesson"] / large["PyTorch"],
+lab.beside("yours over PyTorch's", my_softmax_gain,
+           large["this lesson"] / large["PyTorch"],
            "times", "recorded")
 lab.recorded("triton_kernels_h200", softmaxes, why="Softmax of rows in bf16, GB/s")
 
@@ -462,9 +466,9 @@ if runs:
                how="counted")
     names = ["x", "y", "weight", "bias", "z", "n"]
     lab.picture(pictures.accesses_over_time(accesses, names),
-                "Time goes to the right, and each of three programs has a row. A program "
-                "reads weight and bias first. Then it reads x and y and writes z and n, "
-                "for one token after another")
+                "Time goes to the right, and each of three programs has a row. A "
+                "program reads weight and bias first. Then it reads x and y and "
+                "writes z and n, for one token after another")
 
 # %% [markdown]
 # **What you should see:** three loads, one for each program. Between the load of x and the store of n, nothing goes to
@@ -504,7 +508,8 @@ my_share_bytes = 50.0            # your prediction, in percent
 # %%
 programs = 65536 // 32
 share_bytes, pass_bytes = 2 * programs * 4096 * 4, 4 * 65536 * 4096 * 2
-lab.beside("shares of weight and bias", my_share_bytes, 100 * share_bytes / pass_bytes, "%",
+lab.beside("shares of weight and bias", my_share_bytes, 100 * share_bytes / pass_bytes,
+           "%",
            "counted")
 
 # %% [markdown]
@@ -662,8 +667,8 @@ if runs:
     print("largest difference:", (y - weights @ values).abs().max().item())
     lab.picture(flash_pictures.running_softmax(tops, totals, ["rising", "falling"]),
                 "Two panels over the number of tiles. Left, the running maximum: the "
-                "rising row climbs, the falling row stays flat. Right, the running sum, "
-                "relative to the maximum")
+                "rising row climbs, the falling row stays flat. Right, the running "
+                "sum, relative to the maximum")
 
 # %% [markdown]
 # **What you should see:** the rising row has a new maximum after almost every tile. Each new maximum shrinks the sum so
@@ -731,9 +736,9 @@ if runs:
     lab.beside("tiles with a mask", my_masked, len(order), how="counted")
     lab.picture(flash_pictures.tiles_read(order, 16, 16),
                 "A grid of 8 by 8 tiles of scores. Each row is a program, and numbers "
-                "say in which order it loads its tiles. The tiles above the diagonal are "
-                "empty. The 8 tiles on the diagonal have another color, because they "
-                "need a mask")
+                "say in which order it loads its tiles. The tiles above the diagonal "
+                "are empty. The 8 tiles on the diagonal have another color, because "
+                "they need a mask")
 
 # %% [markdown]
 # **What you should see:** 36 of 64 tiles, 8 of them with a mask. With more tiles, the ratio approaches one half. The last
@@ -808,7 +813,8 @@ if runs:
     q, k, v, dy = torch.randn(4, 1, 2, 100, 16)
     with lab.yours(*mine), interpreted():
         y, lse = flash_forward(q, k, v, True, Tiles(32, 32))
-        gradients = flash_backward(q, k, v, y, lse, dy, True, Tiles(32, 32), Tiles(32, 32))
+        gradients = flash_backward(q, k, v, y, lse, dy, True, Tiles(32, 32),
+                                   Tiles(32, 32))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     plain_y = F.scaled_dot_product_attention(*leaves, is_causal=True)
     plain = torch.autograd.grad(plain_y, leaves, dy)
@@ -896,7 +902,8 @@ my_warp_gain = 1.0               # your prediction
 # %%
 tried = flash_pictures.configurations(rows, "forward", 128, 4096, True)
 rates = [tried[f"128 x 64, {count} warps, 3 stages"]["TFLOP/s"] for count in (8, 4)]
-lab.beside("8 warps over 4 warps", my_warp_gain, rates[0] / rates[1], "times", "recorded")
+lab.beside("8 warps over 4 warps", my_warp_gain, rates[0] / rates[1], "times",
+           "recorded")
 lab.recorded("flash_attention_h200", tried,
              why="Heads of 128, blocks of queries x tiles of keys")
 
@@ -915,7 +922,8 @@ if runs and not INTERPRETED:
     y, lse = torch.empty_like(q), torch.empty(4, 16, 4096, device="cuda")
     candidates = [Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)]
     with lab.yours(*forward):
-        tried = tune(lambda tiles: launch_forward(q, k, v, y, lse, True, tiles), candidates,
+        tried = tune(lambda tiles: launch_forward(q, k, v, y, lse, True, tiles),
+                     candidates,
                      q.device)
     for tiles, report in tried.items():
         print(tiles, report)
@@ -940,7 +948,8 @@ lab.recorded("flash_attention_h200", forward_speeds, why="Forward, TFLOP/s")
 
 # %%
 lab.recorded("flash_attention_h200", flash_pictures.speeds(rows, "backward"),
-             why="Backward, TFLOP/s. A rate counts five products; your kernels do seven")
+             why="Backward, TFLOP/s. A rate counts five products; your "
+             "kernels do seven")
 
 # %% [markdown]
 # **What you should see:** forward, your kernel runs at {result: min(flash_ratios("forward", "flash")) | .0%} to
@@ -964,7 +973,8 @@ my_cycles = {64: (500, 50), 128: (1000, 50)}         # D -> products, exponentia
 
 # %%
 for D, (products, exponentials) in my_cycles.items():
-    lab.beside(f"products, heads of {D}", products, 2 * 2 * 128 * 64 * D / 4096, "cycles",
+    lab.beside(f"products, heads of {D}", products, 2 * 2 * 128 * 64 * D / 4096,
+               "cycles",
                "counted")
     lab.beside(f"exponentials, heads of {D}", exponentials, 128 * 64 / 16, "cycles",
                "counted")

@@ -66,7 +66,8 @@ WEIGHTS = {name: f"blocks.0.{name}"
 held = ranks(4)(trace, *FOUR, "parallel.zero=3")
 lab.picture(
     who_holds.parameters(held, WEIGHTS, of="states",
-                         title="ZeRO-3 over 4: weights, gradients and states of a block"),
+                         title="ZeRO-3 over 4: weights, gradients and states of a "
+                         "block"),
     "Four rows of boxes, one for each rank. The colored parts are what a rank keeps "
     "between steps. Each number is with one rank, and a rank's part may end in the "
     "middle of a matrix.")
@@ -235,7 +236,8 @@ check("reduce-gradients")
 # > **Predict.** How many bytes of weights and of gradients does a rank hold at the end?
 
 # %%
-my_bytes_left = 16640            # your prediction; the layer has 4160 numbers of 4 bytes
+# your prediction; the layer has 4160 numbers of 4 bytes
+my_bytes_left = 16640
 
 
 # %%
@@ -342,11 +344,13 @@ my_peak = 20.0                   # your prediction, in MB
 # %%
 all_bytes = 4 * timeline.share_bytes
 lab.picture(
-    fully_sharded.timeline(timeline, all_bytes, "A step of rank 0, ZeRO-3 over 4 ranks"),
+    fully_sharded.timeline(timeline, all_bytes,
+                           "A step of rank 0, ZeRO-3 over 4 ranks"),
     "Two panels over time. Above: bars of all-gathers, of forward and backward passes, "
     "and of reduce-scatters, each with the number of its unit. The all-gather of the "
     "next unit lies beside the forward or backward pass of a unit. Below: the bytes of "
-    "weights on the rank rise and fall with each gather, and stay far below all weights.")
+    "weights on the rank rise and fall with each gather, and stay far "
+            "below all weights.")
 lab.beside("peak of weights", my_peak, timeline.peak / 1e6, "MB")
 
 # %% [markdown]
@@ -411,8 +415,8 @@ lab.picture(style.stacked(bars, "MB", limits={"all weights": all_bytes / 1e6},
 held = ranks(4)(trace, *FOUR, "parallel.zero=3", "parallel.shard=2")
 lab.picture(
     who_holds.parameters(held, WEIGHTS, of="states", title="ZeRO-3 over 2, two copies"),
-    "Four rows of boxes, one for each rank. Two ranks hold the first half of a block's "
-    "numbers, and two ranks hold the second half.")
+    "Four rows of boxes, one for each rank. Two ranks hold the first half of a "
+    "block's numbers, and two ranks hold the second half.")
 
 # %% [markdown]
 # Gathers and reduce-scatters stay within a copy. Then an all-reduce averages each share's gradient over the copies.
@@ -460,7 +464,8 @@ lines = {"stage 3": (tokens, [weights_sent(width, n) / 1e6 for _ in tokens]),
                                       for each in tokens])}
 lab.picture(style.curves(lines, "tokens of the group", "MB for each block",
                          "Bytes that a rank sends in a step, width 4096, 8 ranks"),
-            "Stage 3 is a horizontal line. Tensor parallelism rises in proportion to the "
+            "Stage 3 is a horizontal line. Tensor parallelism rises in proportion to "
+            "the "
             f"tokens and crosses it at {crossing:,.0f} tokens.")
 
 # %% [markdown]

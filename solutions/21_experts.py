@@ -262,11 +262,13 @@ lab.picture(pictures.tokens(rows, 8, "The first expert of each token"),
 WEIGHTS = {name: f"blocks.0.{name}"
            for name in ("attn.qkv.weight", "mlp.router.weight", "mlp.experts.up",
                         "mlp.experts.down", "mlp.shared.up.weight")}
-held = ranks(4)(trace, "gpt-moe-demo", "model.depth=1", "parallel.dp=4", "parallel.ep=2")
-lab.picture(who_holds.parameters(held, WEIGHTS, title="Weights of a block, dp=4 with ep=2"),
-            "Four rows of boxes, one for each rank. All ranks have attention, the router "
-            "and the shared expert whole. Ranks 0 and 2 have the first half of the "
-            "experts, ranks 1 and 3 the second half.")
+held = ranks(4)(trace, "gpt-moe-demo", "model.depth=1", "parallel.dp=4",
+                "parallel.ep=2")
+lab.picture(who_holds.parameters(held, WEIGHTS,
+                                 title="Weights of a block, dp=4 with ep=2"),
+            "Four rows of boxes, one for each rank. All ranks have attention, the "
+            "router and the shared expert whole. Ranks 0 and 2 have the first half of "
+            "the experts, ranks 1 and 3 the second half.")
 
 # %% [markdown]
 # > **Question.** Over which ranks are the gradients of the router averaged, and over which those of expert 0?

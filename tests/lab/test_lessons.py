@@ -333,6 +333,22 @@ def stated(path):
     return 0.5 if amount == "half a" else float(amount)
 
 
+def code_lines(path):
+    """The code of a master that learners read: neither text, nor exercises, whose source is the library's, nor its numbers."""
+    shown = False
+    for line in path.read_text().splitlines():
+        if line.startswith("# %%"):
+            shown = not any(word in line for word in ("[markdown]", "exercise=", "numbers=true"))
+        elif shown:
+            yield line
+
+
+@pytest.mark.parametrize("path", lessons.masters([]), ids=lambda path: path.stem)
+def test_code_needs_no_horizontal_scrolling(path):
+    long = [line for line in code_lines(path) if len(line) > 88]
+    assert all("SLURM" in line or line.lstrip().startswith('f"{') for line in long), long       # words that cannot be broken
+
+
 def test_the_whole_course_computes_for_less_than_27_minutes():
     assert sum(map(stated, lessons.masters([]))) < 27
 

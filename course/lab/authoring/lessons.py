@@ -220,8 +220,12 @@ def source_digest(code: list[str]) -> str:
 
 
 def parsed(code: list[str]) -> list[str]:
-    """Cells without what changes no output: comments and line breaks."""
-    return [ast.dump(ast.parse(cell)) for cell in code]
+    """The syntax of cells, without what changes no output: comments, line breaks and docstrings."""
+    trees = [ast.parse(cell) for cell in code]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return [ast.dump(tree) for tree in trees]
 
 
 def is_stale(path: Path, wanted: Any) -> bool:
