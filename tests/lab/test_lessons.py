@@ -97,6 +97,17 @@ def test_a_changed_master_makes_both_stale(root):
     assert [line.split()[0] for line in lessons.verify([], root)] == ["notebooks/42_answer.ipynb", "solutions/42_answer.ipynb"]
 
 
+def test_line_breaks_comments_and_docstrings_execute_nothing(root, monkeypatch):
+    put(root)
+    master(root).write_text(MASTER.replace('print("ran")', 'print(  # as it says\n    "ran")').replace("The least", "The fewest"))
+    assert ["has other text than" in problem for problem in lessons.verify([], root)] == [True, True]
+    monkeypatch.setattr(lessons, "execute", lambda *_: pytest.fail("nothing that runs has changed"))
+    lessons.build([], root)
+    assert lessons.verify([], root) == []
+    master(root).write_text(MASTER.replace('"ran"', '"run"'))
+    assert ["is stale" in problem for problem in lessons.verify([], root)] == [True, True]
+
+
 def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
     master(root).write_text(MASTER.replace('print("ran")', 'lab.show("course.models.vit.ViT")'))
     put(root)
@@ -106,7 +117,7 @@ def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
 
 def test_a_changed_answer_of_the_library_makes_it_stale(root, monkeypatch):
     put(root)
-    monkeypatch.setattr(lessons.exercises, "right", lambda exercise, marked: f"other {exercise.name}")
+    monkeypatch.setattr(lessons.exercises, "right", lambda exercise, marked: f"other = {exercise.name!r}")
     assert len(lessons.verify([], root)) == 2
 
 
