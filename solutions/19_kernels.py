@@ -21,7 +21,7 @@
 #
 # | | |
 # |---|---|
-# | you need | a Linux laptop, a container or WSL, with `pip install "course[kernels]"`; no GPU |
+# | you need | a Linux laptop, a container or WSL, with the extra `kernels` ([install.md](../docs/install.md)); no GPU |
 # | reading and doing | about 240 minutes |
 # | computing | 2 minutes on two cores, most of it in checks |
 # | you write | a copy (8 lines), GELU (11), softmax (10), LayerNorm (22, backward 25), FlashAttention (38, backward 17) |
@@ -146,6 +146,18 @@ print("x.T:", x.T.stride(), "contiguous" if x.T.is_contiguous() else "not contig
 # - `copy` launches it: `copy_kernel[grid](arguments)`. `triton.cdiv(a, b)` is a / b, rounded up.
 #
 # `tl.constexpr` marks what the compiler knows when it compiles: here the sizes of the tile.
+#
+# **Triton's grammar.** A kernel looks like Python, and is not:
+#
+# - Masks are joined by `&` and `|`, with parentheses: `(row < R) & (column < C)`. Python's `and` cannot join tiles: in the
+#   interpreter only the second mask would count.
+# - The grid is a tuple: `kernel[(9,)](...)`, `kernel[(rows, columns)](...)`.
+# - A kernel knows its arguments, and no numbers of the notebook. Compute constants inside, such as
+#   `math.sqrt(2 / math.pi)`.
+# - There is no `**`: write `z * z * z`. `tl.exp`, `tl.exp2`, `tl.log2`, `tl.sqrt`, `tl.rsqrt`, `tl.maximum(a, b)` and
+#   `tl.where(mask, a, b)` work element by element. `tl.sum(x, 1)` and `tl.max(x, 1)` go along a dim.
+# - `tl.zeros` and `tl.full` make tiles, `x.to(tl.float32)` casts, `x.T` transposes.
+# - What a masked load leaves out has no defined value, unless you give one: `tl.load(pointers, mask=inside, other=0.0)`.
 
 # %% exercise="copy"
 from course.lab.exercises.lesson19_kernels import copy, copy_kernel
@@ -183,7 +195,7 @@ if runs:
                 "after another")
 
 # %% [markdown]
-# > **Question.** The interpreter runs program 0, then program 1, and so on. A GPU runs hundreds of programs at a time, in
+# > **Question.** The interpreter runs program 0, then program 1, and so on (the picture counts them row by row). A GPU runs hundreds of programs at a time, in
 # > an order that nobody promises. What may a program therefore never do?
 #
 # <details><summary>Answer</summary>
@@ -489,9 +501,9 @@ if runs:
 # The last line needs two sums over a row. You know how to compute those. The first line is different: it sums over all
 # *tokens*, and they belong to different programs.
 #
-# > **Question.** How can 2048 programs add to one sum? Two ways come to mind. Each program adds its share to memory with
-# > `tl.atomic_add`. Or each program stores its share in a row of its own, and another launch adds the rows. What speaks for
-# > the second way?
+# > **Question.** How can 2048 programs add to one sum? There are two ways. Each program adds its share to memory with
+# > `tl.atomic_add`. Or each program stores its share in a row of its own, and another launch adds the rows. Why is the
+# > second way better?
 #
 # <details><summary>Answer</summary>
 # Programs finish in an order that changes from run to run. With atomic additions the order of the sum changes too, and so
@@ -516,7 +528,7 @@ lab.beside("shares of weight and bias", my_share_bytes, 100 * share_bytes / pass
 # ## Exercise: the backward pass with partial sums
 #
 # - `add_norm_backward_kernel` computes dx for ROWS tokens. It adds up `dweight` and `dbias` in registers, over its own
-#   tokens, and stores them once, behind the loop. `parts` has the shape (2, programs, C): first weight, then bias.
+#   tokens, and stores them once, after the loop. `parts` has the shape (2, programs, C): first weight, then bias.
 # - `add_norm_backward` launches it, adds the shares with PyTorch, and returns both sums, (2, C).
 
 # %% exercise="add-norm-backward"
@@ -633,9 +645,9 @@ lab.beside("scores over queries", my_times, T / D, "times", "counted")
 #
 # ## Exercise: online softmax
 #
-# A program keeps three things for each of its M queries: the largest score so far (`top`), the sum of exponentials
-# relative to it (`total`), and the weighted sum of values (`y`), not yet divided by the sum. Fold one more tile of N
-# scores and values into them:
+# A program keeps three things for each of its M queries: the largest score so far times `scale` (`top`), the sum of
+# exponentials relative to it (`total`), and the weighted sum of values (`y`), not yet divided by the sum. Fold one more
+# tile of N scores and values into them:
 #
 # 1. The new maximum is the larger of the old one and the tile's.
 # 2. The tile's weights are exponentials relative to the new maximum.
@@ -671,8 +683,9 @@ if runs:
                 "sum, relative to the maximum")
 
 # %% [markdown]
-# **What you should see:** the rising row has a new maximum after almost every tile. Each new maximum shrinks the sum so
-# far. The falling row has its maximum in the first tile, so its sum only grows. Both rows end with the exact softmax.
+# **What you should see:** the rising row has a new maximum after every tile. Each new maximum shrinks the sum so far, before
+# the tile is added. The falling row has its maximum in the first tile, so its sum only grows. Both rows end with the
+# exact softmax.
 #
 # ## A kernel of tiles
 #
@@ -742,8 +755,9 @@ if runs:
 
 # %% [markdown]
 # **What you should see:** 36 of 64 tiles, 8 of them with a mask. With more tiles, the ratio approaches one half. The last
-# program has eight times as much to do as the first. So your kernel starts with the longest one: the block number is
-# counted from the end. Otherwise the GPU would wait at the end for a few long programs.
+# program has eight times as much to do as the first. A GPU starts programs in the order of their numbers, and should not
+# wait for a few long ones at the end. So ours counts blocks from the end: `tl.num_programs(0) - 1 - tl.program_id(0)`. The
+# check accepts either order.
 #
 # ## The backward pass
 #
@@ -778,7 +792,8 @@ my_backward = 2.0                # your prediction
 lab.beside("backward over forward", my_backward, 7 / 2, "times", "counted")
 
 # %% [markdown]
-# The two kernels are given. They differ from forward only in what they load and store, and they call what you write:
+# The two kernels are given, and call what you write. Here is the one that holds keys and values. Its three loops take the
+# queries on the diagonal, those that see all of its keys, and a last tile that T cuts:
 
 # %%
 for name in ("sum_over_queries", "keys_backward_kernel"):
@@ -966,7 +981,7 @@ lab.recorded("flash_attention_h200", flash_pictures.speeds(rows, "backward"),
 # SM do 4096 FLOP in bf16. Its special function units compute 16 exponentials.
 #
 # > **Predict.** A tile has 128 × 64 scores, and heads have 64 numbers. How many cycles do its two products take, and how
-# > many its exponentials? How is it with heads of 128?
+# > many its exponentials? And with heads of 128?
 
 # %%
 my_cycles = {64: (500, 50), 128: (1000, 50)}         # D -> products, exponentials

@@ -66,7 +66,8 @@ def head_offset(sample, head, steps):
 def online_softmax(top, total, y, s, v, scale):
     """Fold one tile of scores and values into the running maximum, sum and output.
 
-    top, total (M,) and y (M, D): float32, over the tiles so far. top is -inf, total and y are 0 before the first tile.
+    top, total (M,) and y (M, D): float32, over the tiles so far. top, the largest score times `scale`, is -inf before the first
+    tile, total and y are 0.
     s (M, N): the tile's scores without `scale`, -inf where a query does not see a key. v (N, D): its values. Returns the new top,
     total and y: y / total is the softmax of all scores so far, in units of log2, times their values.
     """

@@ -4,7 +4,8 @@ from course.lab.checks.exercise import Mistake
 
 INSIDE = "inside = (row < R) & (column < C)"
 GRID = "grid = (triton.cdiv(R, rows), triton.cdiv(C, columns))"
-NO_MASK = "the last tiles reach beyond the matrix: give tl.load and tl.store a mask that is true inside, row < R and column < C"
+NO_MASK = ("the last tiles reach beyond the matrix: give tl.load and tl.store a mask that is true inside, "
+           "(row < R) & (column < C)")
 ROUNDED_DOWN = "tiles that the matrix fills only in part need a program too: round up, triton.cdiv"
 FIRST_TILE = "every program works on the first tile: it begins at program_id * (numbers per tile)"
 ELEMENTS = "a program has a tile, not one number: begin at program_id times the size of a tile"
