@@ -195,7 +195,8 @@ if runs:
                 "after another")
 
 # %% [markdown]
-# > **Question.** The interpreter runs program 0, then program 1, and so on (the picture counts them row by row). A GPU runs hundreds of programs at a time, in
+# > **Question.** The interpreter runs program 0, then program 1, and so on (the picture counts them row by row). A GPU runs
+# > hundreds of programs at a time, in
 # > an order that nobody promises. What may a program therefore never do?
 #
 # <details><summary>Answer</summary>
