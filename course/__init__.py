@@ -8,7 +8,7 @@ A room is a folder. Each imports only rooms above it in this list, so you can re
     models       ViT, GPT and DiT as serial modules, on shared layers; diffusion targets
     config       all settings and their defaults, presets, YAML and key=value, and the rules that a configuration must keep
     parallel     the mesh, what a rank holds of a parameter, differentiable collectives, and surgery that cuts a model:
-                 data_parallel, tensor_parallel, context_parallel, pipeline_parallel
+                 data_parallel, tensor_parallel, context_parallel, pipeline_parallel, expert_parallel
     ranks        processes for a notebook's ranks, and who waits for whom in which collective
     fp8          FP8 matmuls in PyTorch (native) and by Transformer Engine
     checkpoint   one format for every layout: shards, index, checksums
