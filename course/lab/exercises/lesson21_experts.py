@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from course.config import Parallel
 from course.lab.checks import random_inputs, return_values
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
+from course.lab.exercises.lesson20_fully_sharded import axes_of
 from course.lab.instruments.bytes_sent import Traffic, within_budget
 from course.lab.sandbox.limits import Limits
-from course.parallel import Axis, build_mesh, join
+from course.parallel import Axis, join
 
 PATIENT = Limits(seconds=180)                        # most of it for starting 4 ranks on a machine with 2 cores
 Compute = Callable[[Tensor, Tensor], Tensor]         # (rows, the expert of each row) -> outputs, in the rows' order
@@ -77,12 +77,6 @@ def through_experts(rows: Tensor, experts: Tensor, number: int, compute: Compute
     outputs = compute(arrived, own.repeat_interleave(arriving))
     returned = ExchangeRows.apply(outputs, received, sent, axis)
     return returned[order.argsort()]
-
-
-def axes_of(world: Any) -> dict[str, Axis]:
-    """The axis of all ranks, and one of two ranks, whose group has to be named."""
-    return {name: build_mesh(Parallel(dp=size, tp=world.size // size), world).dp
-            for name, size in (("all", world.size), ("pair", 2))}
 
 
 def gradients_of(result: Tensor, weights: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
