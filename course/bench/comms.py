@@ -10,9 +10,8 @@ Sizes and bandwidths are those of nccl-tests (its doc/PERFORMANCE.md), for n ran
     send/recv         each rank's message to the     1
                       next rank, all at once
 
-Algorithm bandwidth is S / time. Bus bandwidth counts what crosses each rank's link, so that it compares with the link's speed,
-for
-every operation and number of ranks. `link_of` fits the two numbers that the planner needs (course/planner/hardware.yaml).
+Algorithm bandwidth is S / time. Bus bandwidth counts what crosses each rank's link, so that it compares with the link's
+speed, for every operation and number of ranks. `link_of` fits the two numbers that the planner needs (course/planner/hardware.yaml).
 """
 
 import math
