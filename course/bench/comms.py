@@ -11,7 +11,8 @@ Sizes and bandwidths are those of nccl-tests (its doc/PERFORMANCE.md), for n ran
                       next rank, all at once
 
 Algorithm bandwidth is S / time. Bus bandwidth counts what crosses each rank's link, so that it compares with the link's
-speed, for every operation and number of ranks. `link_of` fits the two numbers that the planner needs (course/planner/hardware.yaml).
+speed, for every operation and number of ranks. `link_of` fits the two numbers that the planner needs
+(course/planner/hardware.yaml).
 """
 
 import math
@@ -116,8 +117,7 @@ def summary(measured: Mapping[str, Points], ranks: int) -> dict[str, Any]:
         latency, per_byte = fit([(1.0, share(name, ranks) * size, time) for size, time in points])
         fits[name] = {"latency_us": 1e6 * latency, "bus_gb_s": 1e-9 / per_byte}
     return {"meaning": "medians of 11 laps on the slowest rank; bandwidths as in nccl-tests; link: for a hardware file of "
-                       "the "
-                       "planner, link_us: what the planner predicts with it", "rows": rows, "fits": fits, "link": vars(link)}
+                       "the planner, link_us: what the planner predicts with it", "rows": rows, "fits": fits, "link": vars(link)}
 
 
 def link_of(measured: Mapping[str, Points], ranks: int) -> Link:
@@ -189,8 +189,7 @@ def command(ranks: int, device: str, largest: float, small: bool, out: Path | No
     count = ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     if count < 2:
         raise CourseError("course bench comms measures messages between processes, and one process sends none: give --ranks=2 "
-                          "or "
-                          "more; on one GPU, add --device=cpu")
+                          "or more; on one GPU, add --device=cpu")
     words = ["bench", "comms", f"--device={device}", f"--largest={largest}", *(["--small"] if small else []),
              *(["--out", str(out)] if out else [])]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m",
