@@ -3,9 +3,11 @@
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from course.models.interface import Loss, Model
 from course.models.layers import MLP, TENSOR_PLAN, TOKEN_PLAN, Block, SumOverTokens
 from course.parallel import Layout, Mesh, World, parallelize, serial_layout
 from course.parallel.initialize import give_memory
-from course.training import fuse_blocks
+from course.training import fuse_blocks, trace_breakdown
 from course.training.step import Progress, build_compute
 
 Row = dict[str, Any]
@@ -160,17 +162,18 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
         print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
-    if PROFILE in sys.argv:
-        profile(case if world.rank == 0 else "", run)
     row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
+    if PROFILE in sys.argv:
+        row["communication_ms"], row["exposed_ms"] = profile(case if world.rank == 0 else "", run)
     if world.rank == 0:
         told = ", ".join(f"{name} {value}" for name, value in more.items())
         print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {told}", flush=True)
     return row
 
 
-def profile(case: str, run: Callable[[], object]) -> None:
-    """Profile a call, and print its GPU time by kernel if the case has a name."""
+def profile(case: str, run: Callable[[], object]) -> tuple[float, float]:
+    """Profile a call: (milliseconds in which the GPU communicates, the part of them in which it computes nothing). If the case
+    has a name, also print the GPU time by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA,
                                             torch.profiler.ProfilerActivity.CPU]) as profiler:
         run()
@@ -178,3 +181,6 @@ def profile(case: str, run: Callable[[], object]) -> None:
     if case:
         print(case, profiler.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60),
               flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        return trace_breakdown.communication(trace_breakdown.read(Path(f"{folder}/trace.json")))

@@ -230,7 +230,8 @@ def fsdp(world: World, small: bool) -> Iterator[Row]:
             "ZeRO-3, weights kept for the step": ["parallel.zero=3", "parallel.reshard_after=step"],
             "ZeRO-3, weights kept for backward": ["parallel.zero=3", "parallel.reshard_after=backward"],
             "ZeRO-3, two micro-batches": ["parallel.zero=3", f"train.micro_batch={1 if small else 4}"],
-            "ZeRO-3, recomputed": ["parallel.zero=3", "train.recompute=full"]}
+            "ZeRO-3, recomputed": ["parallel.zero=3", "train.recompute=full"],
+            "ZeRO-3, FP8": ["parallel.zero=3", "precision=fp8"]}
     for name, settings in ways.items():
         config = load("gpt-1.3b", [*base, *settings])
         training: Any = assemble(config, build_mesh(config.parallel, world))

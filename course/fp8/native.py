@@ -37,6 +37,7 @@ For random matrices with K up to 16384 the difference stays below 2^-6 and 2^-8 
 Both results are then rounded to their dtype, 2^-9 relative for bf16.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -266,7 +267,8 @@ class Matmul(Product):
         """Cast a part of the weight, of any shape, by the weight's scale, and record its amax: the histories get the maximum
         over all ranks."""
         at = ROLES.index("weight")
-        return quantize(part.reshape(1, -1), self.scales[at], self.amaxes[at], E4M3, False, True)[0].view(part.shape)
+        rows = part.reshape(-1, math.gcd(part.numel(), 4096))               # whole tiles of the kernel, where the size allows
+        return quantize(rows, self.scales[at], self.amaxes[at], E4M3, False, True)[0].view(part.shape)
 
     def observe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product in the surrounding dtype and record the amaxes."""

@@ -107,6 +107,27 @@ def account(events: list[Event]) -> Account:
                    eights / max(1e-9, sum(matmuls.values())), gpu)
 
 
+def communication(events: list[Event]) -> tuple[float, float]:
+    """(total, exposed) milliseconds in which a trace's GPU communicates; exposed: it computes nothing meanwhile."""
+    on_gpu = [event for event in events if event.get("cat") in ON_DEVICE and event.get("dur", 0) > 0]
+    sent, computed = (merged((event["ts"], event["ts"] + event["dur"]) for event in on_gpu if kind_of(event["name"]) in kinds)
+                      for kinds in (("communication",), WORK))
+    both = sum(max(0.0, min(end, other_end) - max(begin, other)) for begin, end in sent for other, other_end in computed)
+    total = sum(end - begin for begin, end in sent)
+    return 1e-3 * total, 1e-3 * (total - both)
+
+
+def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals (begin, end), as intervals in order that do not touch."""
+    union: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
 def phased(work: list[Event], events: list[Event], parts: list[Event], gpu: bool) -> Iterable[tuple[float, float, str, str]]:
     """(begin, end, kind, phase) of each piece of work; the phase is the one in which the host launched it."""
     launches = {event["args"]["correlation"]: event for event in events

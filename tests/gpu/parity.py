@@ -21,7 +21,8 @@ from course.training import verify
 
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
-         "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"]}
+         "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"],
+         "gpt-moe-demo": ["model.dim=64", "model.depth=3", "model.heads=4", "model.vocab=512", "model.context=126"]}
 SMALL_BATCH = overlapped_linear.SMALL
 STEPS = 5                                           # two of them replayed, where a graph is
 
@@ -66,18 +67,33 @@ FEW = ("sp", "sp one by one", "tp, Triton", "sp, Triton", "sp, Triton, compiled"
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
+def expert_layouts(n: int) -> dict[str, list[str]]:
+    """Experts spread over n GPUs, alone and beside other axes."""
+    alone = {"ep": [f"dp={n}"], "ep zero 1": [f"dp={n}", "zero=1"], "ep zero 3": [f"dp={n}", "zero=3"], "ep in cp": [f"cp={n}"],
+             "tp of experts": [f"tp={n}", "sp=true", "ep=1"]}
+    products = {"ep2 sp2": ["dp=2", "tp=2", "sp=true", "ep=2"], "ep2 pp2": ["dp=2", "pp=2", "ep=2"],
+                "ep2 dp2 zero 3": ["dp=4", "ep=2", "zero=3"]} if n == 4 else {}
+    found = {name: [f"parallel.{setting}" for setting in [f"ep={n}", *settings]] + ["train.micro_batch=1"] * ("pp" in name)
+             for name, settings in {**alone, **products}.items()}
+    more = {"compiled": ["compile=true"], "full": ["train.recompute=full"]}
+    return found | {f"ep, {name}": [*found["ep"], *settings] for name, settings in more.items()}
+
+
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
-    known_layouts, meshes = layouts(world.size), {}
+    known_layouts, experts, meshes = layouts(world.size), expert_layouts(world.size), {}
     for preset, small in SMALL.items():
         for precision in ("fp64", "fp32", "bf16"):
             common = [*verify.DEFAULTS, *small, f"train.steps={STEPS}", f"precision={precision}",
                       *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
-            for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
+            fitting = list(experts) if "moe" in preset else [n for n in known_layouts if preset == "vit-demo" or n in FEW]
+            for name in sys.argv[3:] or fitting:
+                if (name in experts) != ("moe" in preset):
+                    continue
                 overlapped_linear.SMALL = 0 if "one by one" in name else SMALL_BATCH
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
-                asked = config.load(preset, [*common, *known_layouts[name]])
+                asked = config.load(preset, [*common, *(known_layouts | experts)[name]])
                 sizes = tuple(getattr(asked.parallel, axis) for axis in AXES)
                 # One for all layouts of these sizes: NCCL keeps memory for each group. And to part from them is no way: new ones
                 # of the same ranks have the old ones' names, and sometimes find the old addresses (PyTorch 2.11)

@@ -37,6 +37,15 @@ def test_the_kernel_gives_the_emulations_bits(shape, given, kind):
         assert torch.equal(*amaxes)
 
 
+@pytest.mark.parametrize("numbers", [16, 4096 * 3 + 48, 2**24 + 2**12])
+def test_a_share_of_a_weight_is_cast_however_large(numbers):
+    """ZeRO-3 casts shares, which are flat: as one row, more than 2^23 numbers would need more tiles than a launch may have."""
+    cast = native.Matmul("a", config.load("gpt-demo", ["precision=fp8"]).fp8, GPU)
+    share = torch.randn(numbers, device=GPU)
+    assert torch.equal(cast.shrink(share).view(torch.uint8), share.to(E4M3).view(torch.uint8))
+    assert cast.amaxes[1] == share.abs().max()
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_the_kernel_casts_every_16_bit_number_as_the_cpu_does(kind):
     """All 65536 bf16 numbers, NaNs and infinities among them; what is no number stays none."""

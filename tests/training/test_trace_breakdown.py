@@ -47,6 +47,12 @@ def test_every_microsecond_counts_once():
     assert found.fp8 == pytest.approx(0.5)           # of the two matmuls' time
 
 
+def test_communication_is_exposed_where_nothing_is_computed():
+    assert trace_breakdown.communication(STEP) == pytest.approx((0.25, 0.2))
+    assert trace_breakdown.communication(STEP + [event("gemm", 600, 640), event("gemm", 610, 630)])[1] == pytest.approx(0.16)
+    assert trace_breakdown.communication([]) == (0, 0)
+
+
 def test_its_words_and_picture():
     said = trace_breakdown.text(trace_breakdown.account(STEP))
     assert "a step takes 0.76 ms on the GPU" in said and "matmuls in FP8:    50%" in said and "idle: waiting for data" in said
