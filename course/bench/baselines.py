@@ -5,11 +5,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.bench.layout_harness import Row, stack
 from course.config import Config, Parallel
 from course.models import build_model
+from course.models.experts import Experts, grouped_linear
+from course.ops.number_formats import matmul_dtype
 from course.parallel import World, build_mesh
 from course.parallel.initialize import initialize_serial
 
@@ -129,6 +133,46 @@ def fully_sharded(config: Config, world: World, reduce: torch.dtype) -> Callable
         optimizer.zero_grad()
 
     return run
+
+
+class PlainExperts(Experts):
+    """Experts in plain PyTorch, as torchtitan has them: sort, index, all_to_all_single, _grouped_mm, index_add. Softmax gates."""
+
+    @torch._disable_dynamo
+    def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:              # (B, T, D), 2 x (B, T, k)
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        low, flat, k = matmul_dtype(x), x.flatten(0, 1), chosen.shape[-1]
+        axis = getattr(self.route, "ep", None)
+        order = chosen.flatten().argsort(stable=True)                   # (N·k,)
+        token, counts = order // k, torch.bincount(chosen.flatten(), minlength=self.number)
+        rows = flat[token].to(low)                                      # (N·k, D)
+        if axis is None or axis.size == 1:
+            out = self.mlp_of(rows, counts, low)
+        else:
+            coming = torch.empty_like(counts)
+            dist.all_to_all_single(coming, counts, group=axis.group)
+            sent, received = (part.view(axis.size, -1).sum(1).tolist() for part in (counts, coming))
+            rows = all_to_all_single_autograd(rows, received, sent, axis.group)
+            here = len(counts) // axis.size
+            expert = torch.arange(here, device=x.device).repeat(axis.size).repeat_interleave(coming)
+            by_expert = expert.argsort(stable=True)
+            done = self.mlp_of(rows[by_expert], coming.view(axis.size, here).sum(0), low)
+            out = all_to_all_single_autograd(torch.empty_like(done).index_copy(0, by_expert, done), sent, received, axis.group)
+        weighted = out * gates.flatten()[order][:, None].to(low)
+        return torch.zeros_like(flat, dtype=low).index_add(0, token, weighted).view_as(x)
+
+    def mlp_of(self, rows: Tensor, counts: Tensor, low: torch.dtype) -> Tensor:
+        """The outputs of rows that are sorted by expert, (n, D)."""
+        up, down = (self.route.weight(weight).to(low) for weight in (self.up, self.down))
+        return grouped_linear(F.gelu(grouped_linear(rows, up.flatten(1, 2), counts), approximate="tanh"), down, counts)
+
+
+def plain_experts(model: nn.Module) -> None:
+    """Have a model compute its experts in plain PyTorch."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.__class__ = PlainExperts
 
 
 def transformers(config: Config, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -248,6 +248,33 @@ def fsdp(world: World, small: bool) -> Iterator[Row]:
         megatron_grid.free(world)
 
 
+def experts(world: World, small: bool) -> Iterator[Row]:
+    """Compiled steps of GPT 350M with 8 experts in every other block, 16 x 1024 tokens per GPU, bf16, Adam, ZeRO-1.
+
+    Its experts are spread over all GPUs, also in plain PyTorch; beside it a dense model of as many active parameters."""
+    n, samples = world.size, 2 if small else 16
+    tiny = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=2", "model.heads=4", "model.mlp_width=96"]
+    base = ["data.source=mock", "precision=bf16", "train.micro_batch=0", f"train.global_batch={samples * n}", "stream=narrow",
+            "optim.clip=1", f"parallel.dp={n}", f"parallel.zero={int(n > 1)}", f"train.device={world.device.type}",
+            f"compile={not small}", *(tiny if small else [])]
+    width = 96 if small else 4096
+    ways = {"dense, as many active parameters": ("gpt-350m", [f"model.mlp_width={width * 3 // 2}"], False),
+            "experts": ("gpt-moe-8x350m", [f"model.expert_width={width}", f"parallel.ep={n}"], False),
+            "experts in plain PyTorch": ("gpt-moe-8x350m", [f"model.expert_width={width}", f"parallel.ep={n}"], True),
+            **({"experts, all on each GPU": ("gpt-moe-8x350m", [f"model.expert_width={width}"], False)} if n > 1 else {})}
+    if n == 1 and not small:
+        ways["experts, in a graph"] = ("gpt-moe-8x350m", [f"model.expert_width={width}", "graphs=true"], False)
+    for name, (preset, settings, plain) in ways.items():
+        config = load(preset, [*base, *settings])
+        training: Any = assemble(config, build_mesh(config.parallel, world))
+        if plain:
+            baselines.plain_experts(training.model)
+        batch = training.model.example(samples, world.device)
+        yield measure(name, partial(training.step, batch), world, tokens=samples * n * config.model.tokens)
+        del training
+        megatron_grid.free(world)
+
+
 def sp(world: World, small: bool) -> Iterator[Row]:
     """Compiled training steps with sequence parallelism on all GPUs. Without a graph: samples sent one by one, and as one. In a
     graph, one by one: the compiler's kernels; Triton kernels with NCCL, with symmetric memory, and without sequence
@@ -329,7 +356,7 @@ def twenty(call: Callable[[], object]) -> Callable[[], object]:
 
 
 KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "exchange": exchange, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "fsdp": fsdp,
-         "grid": megatron_grid.measure}
+         "experts": experts, "grid": megatron_grid.measure}
 
 
 def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:

@@ -127,6 +127,7 @@ LAYOUTS = {"tp": "Tensor and sequence parallelism on layers of width 4096, compa
            "pp": "Pipeline schedules, compared with torch.distributed.pipelining.",
            "zero": "ZeRO-1, compared with ZeroRedundancyOptimizer.",
            "fsdp": "ZeRO's stages on steps of GPT 1.3B, compared with PyTorch's fully_shard.",
+           "experts": "Steps of GPT 350M with experts, compared with plain PyTorch and with a dense model.",
            "grid": "GPTs in dp x tp x pp layouts of a Megatron-LM reproduction; their layers compared with megatron-core."}
 
 

@@ -122,9 +122,9 @@ def check_experts(config: "Config") -> None:
     if p.ep > 1 and p.data == "ddp":
         raise CourseError("parallel.data=ddp averages all gradients over the same ranks, and experts over fewer: use "
                           "parallel.data=bucketed")
-    if config.graphs:
-        raise CourseError("graphs=true needs shapes that are known before the step, and tokens choose their experts during it: "
-                          "set graphs=false")
+    if config.graphs and (p.ep > 1 or config.precision not in ("bf16", "fp8")):
+        raise CourseError("graphs=true needs sizes that are known before the step, and tokens choose their experts during it: "
+                          "set graphs=false, or parallel.ep=1 and precision=bf16, where they stay on the GPU")
     if config.kernels == "triton":
         raise CourseError("kernels=triton has no kernels for experts: use kernels=pytorch")
     if config.precision == "fp8" and config.fp8.by == "te":

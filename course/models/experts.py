@@ -27,6 +27,7 @@ from course.models.interface import Batch
 from course.models.layers import MLP, SumOverTokens, SwiGLU
 from course.ops.autograd import Context
 from course.ops.number_formats import matmul_dtype
+from course.ops.permutation import permute, unpermute
 
 if TYPE_CHECKING:
     from course.models.gpt import GPTConfig
@@ -37,12 +38,14 @@ Compute = Callable[[Tensor, Tensor], Tensor]        # (rows sorted by expert, ro
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """A linear map of its own for each group of rows: (n, K), (E, N, K), (E,) -> (n, N). counts: rows of each group, in order.
 
-    On a GPU in bf16 it is one kernel, without a wait for the counts.
+    The results of rows after the last group are undefined. On a GPU in bf16 it is one kernel, without a wait for the counts.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
+    sizes = counts.tolist()
+    *parts, rest = x.split([*sizes, len(x) - sum(sizes)])
+    mapped = [F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)]
+    return torch.cat([*mapped, rest.new_zeros(len(rest), weight.shape[1])])
 
 
 class Route:
@@ -61,7 +64,8 @@ class Route:
         return weight
 
     def run(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:        # (n, D), (E,) -> (n, D)
-        """Send rows, which are sorted by expert, to their experts; return the outputs in the same order."""
+        """Send rows, which are sorted by expert, to their experts; return the outputs in the same order. Rows that follow those
+        of the last expert belong to none."""
         return compute(rows, counts)
 
 
@@ -103,20 +107,19 @@ class Experts(nn.Module):
     @torch._disable_dynamo
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:          # (B, T, D), 2 x (B, T, k)
         x, gates, chosen = (self.route.enter(part) for part in (x, gates, chosen))
-        expert, k = chosen.flatten(), chosen.shape[-1]                  # (N·k,)
-        order = expert.argsort(stable=True)                             # (N·k,)
-        counts = torch.bincount(expert, minlength=self.number + 1)[:self.number]        # (E,)
-        taken = order[:int(counts.sum())]                               # (n,)
-        rows = self.route.run(x.flatten(0, 1)[taken // k], counts, self.compute)        # (n, D)
-        rows = F.pad(rows, (0, 0, 0, len(order) - len(taken)))          # (N·k, D)
-        each = rows[order.argsort()].view(*chosen.shape, -1)            # (B, T, k, D)
-        return self.route.leave((each * gates[..., None].to(each.dtype)).sum(2))        # (B, T, D)
+        k = chosen.shape[-1]
+        expert, choice = chosen.flatten().sort(stable=True)             # 2 x (N·k,)
+        ends = torch.searchsorted(expert, torch.arange(self.number, device=x.device), right=True)       # (E,)
+        rank = torch.empty_like(choice).scatter_(0, choice, torch.arange(len(choice), device=x.device)) # (N·k,)
+        order = torch.where(rank < ends[-1], rank, -1).view(-1, k)      # (N, k): the row of each choice
+        rows = permute(x.flatten(0, 1).to(matmul_dtype(x)), choice // k, order)         # (N·k, D), by expert
+        rows = self.route.run(rows, ends.diff(prepend=ends.new_zeros(1)), self.compute)                 # (N·k, D)
+        return self.route.leave(unpermute(rows, order, gates.flatten(0, 1)).view_as(x))                 # (B, T, D)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:          # (n, D), (E,)
         """The outputs of rows that are sorted by expert, (n, D). counts: the rows of each expert that is here."""
-        low = matmul_dtype(rows)
-        up, down = (self.route.weight(weight).to(low) for weight in (self.up, self.down))
-        h = grouped_linear(rows.to(low), up.flatten(1, 2), counts)      # (n, H) or (n, 2·H)
+        up, down = (self.route.weight(weight).to(rows.dtype) for weight in (self.up, self.down))
+        h = grouped_linear(rows, up.flatten(1, 2), counts)      # (n, H) or (n, 2·H)
         if self.mlp == "swiglu":
             gate, value = h.chunk(2, -1)                                # 2 x (n, H)
             h = F.silu(gate) * value                                    # (n, H)

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-from course.bench import layout_harness, layouts
+from course.bench import baselines, layout_harness, layouts
+from course.models import GPTConfig
+from course.models.experts import MoE
 from course.utils.errors import CourseError
 
 
@@ -46,3 +48,20 @@ def test_it_says_that_one_gpu_shares_nothing_out(tmp_path, monkeypatch):
 def test_a_call_is_profiled_without_a_gpu_too(capsys):
     layout_harness.profile("a sum", lambda: torch.ones(4) + 1)
     assert "a sum" in capsys.readouterr().out
+
+
+def test_experts_in_plain_pytorch_give_the_same_outputs_and_gradients():
+    """With what they are compared: else the comparison would say nothing."""
+    outputs = []
+    for plain in (False, True):
+        torch.manual_seed(0)
+        mixture = MoE(GPTConfig(dim=16, heads=2, experts=4, top_k=2, expert_width=12, mlp="gelu_tanh")).double()
+        for parameter in mixture.parameters():
+            torch.nn.init.normal_(parameter)
+        x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+        if plain:
+            baselines.plain_experts(mixture)
+        y, penalty = mixture(x, {"real": torch.ones(3, 5, dtype=torch.bool)})
+        (y.square().sum() + penalty.sum()).backward()
+        outputs.append([y, x.grad, *(parameter.grad for parameter in mixture.parameters())])
+    assert all(torch.allclose(mine, its, atol=1e-12) for mine, its in zip(*outputs, strict=True))

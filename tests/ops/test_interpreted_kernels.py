@@ -14,6 +14,7 @@ from course.ops import triton_language
 from course.ops.fused_add_norm import add_norm_backward_plain, add_norm_plain
 from course.ops.fused_gelu import gelu_backward_plain, gelu_plain
 from course.ops.packed_attention import attention_backward_plain, attention_plain
+from course.ops.permutation import sum_rows_backward_plain, sum_rows_plain
 
 pytestmark = pytest.mark.skipif(not (triton_language.INSTALLED and triton_language.INTERPRETED),
                                 reason="needs Triton and no GPU: pip install 'course[kernels]'")
@@ -114,3 +115,18 @@ def test_packed_attention_matches_float64(causal, head_dim):
     dy = torch.randn(1, 70, 2, head_dim, dtype=torch.bfloat16)
     gradients = kernels("packed_attention").attention_backward(dy, qkv, *found, causal)
     check(gradients, attention_backward_plain(dy.double(), qkv.double(), *wanted, causal), 2**-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+def test_sums_of_experts_rows_match_float64(gated, dtype, bound):
+    """Rows that belong to no token are poisoned: nothing may read them."""
+    order = torch.randperm(15).view(5, 3).masked_fill(torch.rand(5, 3) < 0.3, -1)
+    rows, dy = torch.randn(15, 20, dtype=dtype), torch.randn(5, 20, dtype=dtype)
+    spare = torch.ones(15, dtype=torch.bool).index_fill(0, order[order >= 0], False)
+    gates = torch.rand(5, 3)
+    found = kernels("permutation").sum_rows(rows.masked_fill(spare[:, None], torch.nan), order, gates if gated else None)
+    check([found], [sum_rows_plain(*double(rows), order, gates.double() if gated else None)], bound)
+    drows, dgates = kernels("permutation").sum_rows_backward(dy, rows, order, gates)
+    its = sum_rows_backward_plain(*double(dy, rows), order, gates.double())
+    check([drows[~spare], dgates], [its[0][~spare], its[1]], bound)

@@ -131,7 +131,8 @@ def test_a_run_goes_on_with_its_experts_elsewhere(tmp_path):
     (["model.capacity_factor=-1"], r"model.capacity_factor=-1.* is negative: use 0 or more"),
     (["model.moe_every=5"], r"no block has experts: choose at most 4"),
     (["model.experts=0", "parallel.ep=2"], r"this model has none: set model.experts of a GPT, or parallel.ep=1"),
-    (["graphs=true"], r"tokens choose their experts during it: set graphs=false"),
+    (["graphs=true"], r"tokens choose their experts during it: set graphs=false, or parallel.ep=1 and precision=bf16"),
+    (["graphs=true", "precision=bf16", "parallel.ep=2"], r"set graphs=false, or parallel.ep=1"),
     (["parallel.data=ddp", "parallel.ep=2"], r"use parallel.data=bucketed"),
     (["kernels=triton"], r"use kernels=pytorch")])
 def test_what_cannot_be_is_a_sentence(settings, sentence):

@@ -49,7 +49,7 @@ def test_every_microsecond_counts_once():
 
 def test_communication_is_exposed_where_nothing_is_computed():
     assert trace_breakdown.communication(STEP) == pytest.approx((0.25, 0.2))
-    assert trace_breakdown.communication(STEP + [event("gemm", 600, 640), event("gemm", 610, 630)])[1] == pytest.approx(0.16)
+    assert trace_breakdown.communication([*STEP, event("gemm", 600, 640), event("gemm", 610, 630)])[1] == pytest.approx(0.16)
     assert trace_breakdown.communication([]) == (0, 0)
 
 

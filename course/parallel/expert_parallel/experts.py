@@ -71,9 +71,11 @@ class ExpertRoute(Route):
         coming = torch.empty_like(counts)                               # (ep, E / ep): from each rank for each expert here
         dist.all_to_all_single(coming, counts.contiguous(), group=self.ep.group)
         sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
+        if sum(sent) < len(rows):
+            rows = rows[:sum(sent)]
         rows = mappings.dispatch(rows, sent, received, self.ep)         # (m, D), by sender, then by expert
         expert = torch.arange(coming.shape[1], device=rows.device).repeat(self.ep.size)
-        order = expert.repeat_interleave(coming.flatten()).argsort(stable=True)         # (m,)
+        order = expert.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)      # (m,)
         rows = compute(permute_tokens(rows, 0, order), coming.sum(0))   # (m, D), by expert
         rows = permute_tokens(rows, 0, order.argsort())                 # (m, D), by sender again
         return mappings.combine(rows, sent, received, self.ep)          # (n, D)
