@@ -42,6 +42,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    return split_linear(x, weight, counts)
+
+
+@torch._disable_dynamo                              # the compiler would compile again for each number of rows
+def split_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_linear` by one matmul for each group, whose sizes the host waits for."""
     sizes = counts.tolist()
     *parts, rest = x.split([*sizes, len(x) - sum(sizes)])
     mapped = [F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)]
@@ -69,6 +75,16 @@ class Route:
         return compute(rows, counts)
 
 
+# an operator: the compiler keeps its effect, and would drop a plain addition in a backward pass
+torch.library.define("course::count_load", "(Tensor(a!) load, Tensor counts) -> ()")
+torch.library.register_fake("course::count_load", lambda load, counts: None)
+
+
+@torch.library.impl("course::count_load", "CompositeExplicitAutograd")
+def _count_load(load: Tensor, counts: Tensor) -> None:
+    load.add_(counts)
+
+
 class CountLoad(Function):
     """Forward: identity. Backward: identity, and the tokens of each expert are added to `load`.
 
@@ -77,14 +93,12 @@ class CountLoad(Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, load: Tensor, counts: Tensor) -> Tensor:      # any shape, 2 x (E,)
-        ctx.save_for_backward(counts)
-        ctx.load = load
+        ctx.save_for_backward(load, counts)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        counts, = ctx.saved_tensors
-        ctx.load += counts
+        torch.ops.course.count_load(*ctx.saved_tensors)
         return grad, None, None
 
 
@@ -103,8 +117,6 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, c.dim, c.expert_hidden))
         self.route = Route()
 
-    # How many tokens an expert gets is known only during the step; the compiler would compile again for each number
-    @torch._disable_dynamo
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:          # (B, T, D), 2 x (B, T, k)
         x, gates, chosen = (self.route.enter(part) for part in (x, gates, chosen))
         k = chosen.shape[-1]
@@ -185,7 +197,7 @@ class MoE(nn.Module):
         counts, probabilities, square, tokens = self.sums(logits, scores, chosen, real)
         penalty = auxiliary_loss(self.c, counts, probabilities, square, tokens)         # (B,)
         if self.router.load is not None:
-            gates = count_load(gates, self.router.load, counts.detach().sum(0))
+            gates = CountLoad.apply(gates, self.router.load, counts.detach().sum(0))
         if self.c.capacity_factor and self.training:
             most = (self.c.capacity_factor * tokens * self.c.top_k / self.c.experts).ceil()             # (B,)
             chosen = chosen.masked_fill(self.earlier_choices(chosen) >= most[:, None, None], self.c.experts)
@@ -196,19 +208,13 @@ class MoE(nn.Module):
         """Sums over the tokens of each sample: choices of each expert and its probabilities, (B, E) each; the squares of
         logsumexp(logits), and the number of tokens, (B,) each."""
         weight = real[..., None].to(scores.dtype)                       # (B, T, 1)
-        ones = torch.ones_like(chosen, dtype=scores.dtype).flatten(1)
-        counts = scores.new_zeros(len(chosen), self.c.experts + 1).scatter_add(1, chosen.flatten(1), ones)[:, :-1]      # (B, E)
+        expert = torch.arange(self.c.experts, device=chosen.device)
+        counts = (chosen[..., None] == expert).sum((1, 2), dtype=scores.dtype)          # (B, E)
         probabilities = (scores / scores.sum(-1, keepdim=True) * weight).sum(1)         # (B, E)
         squares = (logits.logsumexp(-1, keepdim=True).square() * weight).sum(1)         # (B, 1)
         sums = self.sum_over_tokens(torch.cat([counts, probabilities, squares, weight.sum(1)], 1))      # (B, 2·E + 2)
         counts, probabilities, squares, tokens = sums.split([self.c.experts, self.c.experts, 1, 1], 1)
         return [counts, probabilities, squares.squeeze(1), tokens.squeeze(1).detach().clamp(min=1)]
-
-
-@torch._disable_dynamo                              # the compiler would drop what only a backward pass changes
-def count_load(x: Tensor, load: Tensor, counts: Tensor) -> Tensor:
-    """`CountLoad`, outside of compiled graphs."""
-    return CountLoad.apply(x, load, counts)
 
 
 def auxiliary_loss(c: "GPTConfig", counts: Tensor, probabilities: Tensor, squares: Tensor, tokens: Tensor) -> Tensor:

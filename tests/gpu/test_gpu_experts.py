@@ -67,7 +67,7 @@ def train(*settings: str, plain: bool = False, steps: int = 6) -> list[float]:
 
 def test_losses_are_those_of_experts_in_plain_pytorch():
     mine = train()
-    assert mine == pytest.approx(train(plain=True), rel=5e-3) and mine[-1] < 0.9 * mine[0]
+    assert mine == pytest.approx(train(plain=True), rel=1e-2) and mine[-1] < 0.9 * mine[0]
 
 
 @pytest.mark.parametrize("name", WAYS)

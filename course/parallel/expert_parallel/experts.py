@@ -64,9 +64,12 @@ class ExpertRoute(Route):
         return weight if self.ep.size == 1 else DivideGradient.apply(weight, self.ep.size)
 
     def run(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:        # (n, D), (E,) -> (n, D)
-        """Exchange rows over ep around `compute`. The host waits for their numbers, which it needs for the all-to-all."""
-        if self.ep.size == 1:
-            return compute(rows, counts)
+        """Exchange rows over ep around `compute`."""
+        return compute(rows, counts) if self.ep.size == 1 else self.exchange(rows, counts, compute)
+
+    @torch._disable_dynamo                          # the compiler would compile again for each number of rows
+    def exchange(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:   # (n, D), (E,) -> (n, D)
+        """`run` over several ranks. The host waits for the numbers of rows, which it needs for the all-to-all."""
         counts = counts.view(self.ep.size, -1)                          # (ep, E / ep)
         coming = torch.empty_like(counts)                               # (ep, E / ep): from each rank for each expert here
         dist.all_to_all_single(coming, counts.contiguous(), group=self.ep.group)
