@@ -2,9 +2,9 @@
 
 A performance model must predict configurations that it was not fitted to. `draw` takes them from `GRID`, each setting
 independently. It skips those that the library refuses, that `rough_bytes` says do not fit, or that are too small to measure.
-Each list, heldout.json to heldout_4.json next to the results, has its own seed and was committed before it was measured. The
-model was improved after each list, so each next list is held out again. All of the fourth list is measured, and of the others
-the configurations for one and two GPUs.
+Each list, heldout.json to heldout_5.json next to the results, has its own seed and was committed before it was measured. The
+model was improved after each list, so each next list is held out again. All of the fourth list is measured, and of the three
+before it the configurations for one and two GPUs. The fifth is of sharded weights and of experts, on two GPUs.
 
 Each configuration trains whole steps on random data. The time is the median of the slowest rank. The memory is the peak of the
 fullest rank after the first step, in which the compiler tries kernels. A lap is several steps without a wait between them, as in
@@ -40,7 +40,7 @@ from course.training.run_log import memory_gb
 from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
 
-SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # seed of each list
+SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10, "heldout_5": 11}     # seed of each list
 LAPS, LEAST = 5, 0.3                                 # laps, and least seconds per lap
 # the axes that get each factor of two of the GPUs, one entry per configuration: all axes occur, alone and in pairs
 AXES = {1: [""] * 12, 2: ["dp", "tp", "cp", "pp"] * 2,
@@ -63,7 +63,19 @@ COMMON: dict[str, list[Any]] = {
 LAYOUT: dict[str, list[Any]] = {
     "parallel.sp": ["true", "false"], "parallel.zero": ["true", "false"],
     "parallel.context": ["ring", "gather", "all_to_all"], "parallel.schedule": ["gpipe", "1f1b", "interleaved"]}
-GRID = {"axes": AXES, "models": MODELS, "common": COMMON, "layout": LAYOUT}
+GRID: dict[str, Any] = {"axes": AXES, "models": MODELS, "common": COMMON, "layout": LAYOUT}
+SHARDED: dict[str, Any] = GRID | {"axes": {2: ["dp"] * 8}, "layout": {
+    "parallel.zero": [2, 3, 3], "parallel.reduce_in": ["float32", "matmul"],
+    "parallel.reshard_after": ["forward", "backward", "step"]}}
+EXPERTS: dict[str, Any] = GRID | {
+    "axes": {2: ["dp", "dp ep", "tp", "cp ep", "dp", "dp ep"]},
+    "models": {"gpt-moe-8x350m": {
+        "model.dim": [768, 1024, 1536], "model.depth": [8, 12, 24], "model.heads": [16], "model.context": [1024, 2048],
+        "model.mlp": ["gelu_tanh", "swiglu"], "model.norm": ["layer", "rms"], "model.experts": [4, 8, 16], "model.top_k": [1, 2],
+        "model.expert_width": [0, 1024], "model.shared_experts": [0, 1], "model.moe_every": [1, 2]}},
+    "common": COMMON | {"precision": ["bf16"] * 4 + ["tf32"]}, "layout": LAYOUT | {"parallel.zero": [0, 1, 3]}}
+# of the lists that are not drawn from `GRID` alone
+GRIDS = {"heldout_5": {"sharded weights": SHARDED, "experts": EXPERTS}}
 
 
 def runs_as_recorded(config: configuration.Config) -> bool:
@@ -75,13 +87,14 @@ def runs_as_recorded(config: configuration.Config) -> bool:
     return p.tp == 1 or not (p.symmetric or isinstance(config.model, DiTConfig) or config.kernels == "triton")
 
 
-def draw(axes: str, generator: random.Random) -> tuple[str, list[str]]:
-    """Draw (preset, settings) from the grid for axes such as "dp tp"; the result may not be `possible`."""
-    preset = generator.choice(list(MODELS))
-    chosen = {key: generator.choice(values) for part in (MODELS[preset], COMMON, LAYOUT) for key, values in part.items()}
+def draw(axes: str, generator: random.Random, grid: dict[str, Any] = GRID) -> tuple[str, list[str]]:
+    """Draw (preset, settings) from a grid for axes such as "dp tp"; the result may not be `possible`."""
+    preset = generator.choice(list(grid["models"]))
+    parts = grid["models"][preset], grid["common"], grid["layout"]
+    chosen = {key: generator.choice(values) for part in parts for key, values in part.items()}
     sizes = dict.fromkeys(("dp", "tp", "cp", "pp"), 1)
     for axis in axes.split():
-        sizes[axis] *= 2
+        sizes[axis] = 2 * sizes.get(axis, 1)
     chosen |= {f"parallel.{axis}": size for axis, size in sizes.items()}
     chosen["train.micro_batch"] = chosen["train.global_batch"] // sizes["dp"] // chosen.pop("micro-batches")
     belongs = {"parallel.sp": "tp", "parallel.context": "cp", "parallel.schedule": "pp"}
@@ -103,6 +116,8 @@ def rough_bytes(config: configuration.Config) -> float:
         parameters = sum(parameter.numel() for parameter in build_model(c).parameters())
     samples = config.train.micro_batch * (p.pp if p.pp > 1 else 1)
     kept = {"none": 34, "selective": 22, "full": 4}[config.train.recompute] * (1 if config.precision != "tf32" else 2)
+    if isinstance(c, GPTConfig) and c.experts:      # a token's choices take as much as so many MLPs, half of a block
+        kept = kept * (1 + c.top_k) / 2
     activations = kept * samples * c.tokens * c.dim * c.depth / p.cp / p.tp / p.pp
     logits = 6 * config.train.micro_batch * c.tokens * c.vocab / p.tp / p.cp if isinstance(c, GPTConfig) else 0
     return 16 * parameters / p.tp / p.pp + activations + logits
@@ -147,16 +162,18 @@ def predicted_gb(row: Row) -> float:
     return memory.predict(configuration.load(row["preset"], row["settings"])).allocated / 1e9
 
 
-def drawn(seed: int) -> list[Row]:
-    """Draw a list: for each entry of `AXES` the first possible configuration."""
-    generator = random.Random(seed)
+def drawn(name: str) -> list[Row]:
+    """Draw a list: for each entry of its grids' axes the first possible configuration."""
+    generator = random.Random(SEEDS[name])
     found: list[Row] = []
-    for gpus, lines in AXES.items():
-        for number, axes in enumerate(lines):
-            preset, settings = draw(axes, generator)
-            while not possible(preset, settings, gpus):
-                preset, settings = draw(axes, generator)
-            found.append({"name": f"{gpus}-{number:02d}", "gpus": gpus, "preset": preset, "settings": settings})
+    for grid in GRIDS.get(name, {"": GRID}).values():
+        for gpus, lines in grid["axes"].items():
+            for axes in lines:
+                preset, settings = draw(axes, generator, grid)
+                while not possible(preset, settings, gpus):
+                    preset, settings = draw(axes, generator, grid)
+                number = sum(row["gpus"] == gpus for row in found)
+                found.append({"name": f"{gpus}-{number:02d}", "gpus": gpus, "preset": preset, "settings": settings})
     return found
 
 
@@ -215,8 +232,7 @@ def main(of: str, file: Path) -> None:
 if __name__ == "__main__":
     with command("LIST FILE, or draw LIST") as words:
         if words[0] == "draw":
-            seed = SEEDS[words[1]]
-            record = {"seed": seed, "grid": GRID, "configurations": drawn(seed)}
+            record = {"seed": SEEDS[words[1]], "grid": GRIDS.get(words[1], GRID), "configurations": drawn(words[1])}
             write_json(FOLDER / f"{words[1]}.json", record)
         elif words[0] == "run":
             measured = measure(words[1], words[2])

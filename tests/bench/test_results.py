@@ -25,7 +25,8 @@ GAPS = {"beginning_h200": ({"command"}, "measured before the course had benchmar
         "foundation_h200": ({"command"}, "eight runs of `course train` on the first day, whose settings are in its rows"),
         "heldout": (set(ABOUT), "configurations that wait for their measurement; nothing in it was measured"),
         "heldout_2": (set(ABOUT), "the same"),
-        "heldout_3": (set(ABOUT), "the same"), "heldout_4": (set(ABOUT), "the same")}
+        "heldout_3": (set(ABOUT), "the same"), "heldout_4": (set(ABOUT), "the same"),
+        "heldout_5": (set(ABOUT), "the same")}
 BENCHMARKS = {one.name or one.callback.__name__ for one in bench.registered_commands}
 FILES = sorted(path.stem for path in results.FOLDER.glob("*.json"))
 

@@ -15,9 +15,9 @@ LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
 
 @LISTS
 def test_the_committed_list_is_what_the_seed_draws(name):
-    committed, seed = results.load(f"{name}"), heldout.SEEDS[name]
-    assert committed["configurations"] == heldout.drawn(seed)
-    assert committed["seed"] == seed and committed["grid"] == json.loads(json.dumps(heldout.GRID))
+    committed, grid = results.load(f"{name}"), heldout.GRIDS.get(name, heldout.GRID)
+    assert committed["configurations"] == heldout.drawn(name)
+    assert committed["seed"] == heldout.SEEDS[name] and committed["grid"] == json.loads(json.dumps(grid))
 
 
 def test_a_slower_host_makes_what_waits_for_it_longer():
@@ -27,7 +27,7 @@ def test_a_slower_host_makes_what_waits_for_it_longer():
     assert heldout.predicted(row) == predict(config.load(row["preset"], row["settings"]), heldout.hardware.load("h200"))
 
 
-@LISTS
+@pytest.mark.parametrize("name", [name for name in heldout.SEEDS if name not in heldout.GRIDS])
 def test_there_are_at_least_two_dozen_over_all_axes_and_models(name):
     rows = heldout.listed(name)
     settings = [config.load(row["preset"], row["settings"]) for row in rows]
@@ -41,6 +41,15 @@ def test_there_are_at_least_two_dozen_over_all_axes_and_models(name):
     for row, c in zip(rows, settings, strict=True):
         p = c.parallel
         assert p.dp * p.tp * p.cp * p.pp == row["gpus"]
+
+
+def test_the_fifth_list_is_of_sharded_weights_and_of_experts_on_two_gpus():
+    rows = heldout.listed("heldout_5")
+    settings = [config.load(row["preset"], row["settings"]) for row in rows]
+    sharded, experts = settings[:8], settings[8:]
+    assert {row["gpus"] for row in rows} == {2} and len(experts) == 6
+    assert {c.parallel.zero for c in sharded} == {2, 3} and {c.model.kind for c in sharded} == {"vit", "gpt", "dit"}
+    assert [c.parallel.ep for c in experts] == [1, 2, 1, 2, 1, 2] and all(c.model.experts > 0 for c in experts)
 
 
 def test_what_does_not_fit_the_layout_or_the_memory_is_not_possible():
