@@ -40,7 +40,8 @@ def tp(world: World, small: bool) -> Iterator[Row]:
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((4096, 8, 32), (4, 4096))
     n, dtype = world.size, torch.bfloat16
     batch = batch_of(samples, tokens, size[0], world.device, dtype)
-    layouts = {"plain": Parallel(tp=n), "sequence": Parallel(tp=n, sp=True, overlap="none"), "overlap": Parallel(tp=n, sp=True),
+    layouts = {"plain": Parallel(tp=n), "sequence": Parallel(tp=n, sp=True, overlap="none"),
+               "overlap": Parallel(tp=n, sp=True, overlap="nccl"),
                "symmetric": Parallel(tp=n, sp=True, overlap="symmetric")} if n > 1 else {"one GPU": Parallel()}
     for name, settings in layouts.items():
         mesh = build_mesh(settings, world)
@@ -64,7 +65,7 @@ def tp_vit(world: World, small: bool) -> Iterator[Row]:
     extra = ["model.grid=[16,32]", "model.dim=64", "model.depth=2", "train.device=cpu"] if small else []
     n = world.size
     layouts = {"plain": ["parallel.sp=false"], "sequence": ["parallel.sp=true", "parallel.overlap=none"],
-               "overlap": ["parallel.sp=true"]} if n > 1 else {"one GPU": []}
+               "overlap": ["parallel.sp=true", "parallel.overlap=nccl"]} if n > 1 else {"one GPU": []}
     ways = {"": ["compile=false"], ", compiled": ["compile=true"], ", in a graph": ["compile=true", "graphs=true"]}
     for (name, settings), (way, more) in product(layouts.items(), ways.items()):
         if world.device.type == "cpu" and "graph" in way:
@@ -301,7 +302,7 @@ def sp(world: World, small: bool) -> Iterator[Row]:
             overlapped_linear.SMALL = overlapped_linear.SHORT = limit
             config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
                                    "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true", f"parallel.tp={world.size}",
-                                   *settings, *more])
+                                   "parallel.overlap=nccl", *settings, *more])
             c: Any = config.model
             training: Any = assemble(config, mesh)
             batch = training.model.example(config.train.global_batch, world.device)

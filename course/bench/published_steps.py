@@ -114,9 +114,9 @@ def megatron(name: str, value: float, *settings: str) -> Published:
 
 H100 = [megatron("1.7B", 409, "model.dim=2048", "model.depth=24", "model.heads=16", "parallel.dp=8"),
         megatron("7.1B, tp 2", 466, "model.dim=4096", "model.depth=32", "model.heads=32", "parallel.tp=2", "parallel.sp=true",
-                 "parallel.zero=1"),
+                 "parallel.overlap=nccl", "parallel.zero=1"),
         megatron("16B, tp 4", 489, "model.dim=6144", "model.depth=32", "model.heads=48", "parallel.tp=4", "parallel.sp=true",
-                 "parallel.zero=1")]
+                 "parallel.overlap=nccl", "parallel.zero=1")]
 
 # attention=flash: PyTorch's default when this was measured
 LLAMA = (*FAST, "model.context=8192", "model.vocab=128256", "model.dim=4096", "model.depth=32", "model.heads=32",

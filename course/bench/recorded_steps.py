@@ -22,7 +22,7 @@ from course.planner.step_time import Time
 # name of a tensor-parallel case -> settings
 WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
-        "overlap": ["parallel.sp=true"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
+        "overlap": ["parallel.sp=true", "parallel.overlap=nccl"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
 Row = dict[str, Any]
 
 

@@ -99,8 +99,8 @@ class Parallel:
     ep: int = 1                                     # ranks of dp x cp over which experts are spread; no factor of the ranks
     order: str = "-".join(AXES)                     # slowest first: ranks along the last axis are neighbors
     sp: bool = False                                # sequence parallelism: tp splits norms and residuals by tokens
-    # with sp: how linears overlap communication with their matmuls. auto: nccl, or none with native FP8, which multiplies whole
-    # tensors. symmetric: ranks write into each other's memory over NVLink, in one node, which is faster
+    # with sp: how linears overlap communication with their matmuls. symmetric: ranks of one node write into each other's memory
+    # over NVLink. auto: symmetric where the GPUs allow it, else nccl; none with native FP8, which multiplies whole tensors
     overlap: Literal["auto", "none", "nccl", "symmetric"] = "auto"
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works across cp
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # order of a pipeline's forward and backward passes
@@ -124,7 +124,8 @@ class Parallel:
 
     @property
     def symmetric(self) -> bool:
-        """Whether linears overlap through symmetric memory, which requires the tp ranks to share a node."""
+        """Whether linears must overlap through symmetric memory, which requires the tp ranks to share a node. With `auto`, the
+        GPUs decide (course/parallel/tensor_parallel/overlap_choice.py)."""
         return self.overlapped and self.overlap == "symmetric"
 
 

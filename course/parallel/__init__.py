@@ -14,6 +14,7 @@ from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, j
 from course.parallel.pipeline_parallel.runtime import Pipeline, split_stages
 from course.parallel.placement import Placement, Placements, serial_placements
 from course.parallel.tensor_parallel.linear import apply_tensor_parallel
+from course.parallel.tensor_parallel.overlap_choice import choose_overlap
 from course.parallel.tensor_parallel.sequence import SplitTokens, WholeTokens, mark_partial, require_seam, split_tokens
 from course.utils.errors import CourseError
 
@@ -52,11 +53,11 @@ def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
     placements = serial_placements(model, mesh.first_along_all_but(*own_parts), mesh.dp_cp)
     tokens: WholeTokens | SplitTokens = WholeTokens()
     sp = mesh.tp if settings.sp else Axis("tp")
-    split = None
+    split, overlap = None, choose_overlap(mesh, settings)
     if mesh.cp.size * sp.size > 1:
         check_seams(model, mesh.cp, sp)
         zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
-        tokens = split = split_tokens(model, mesh.cp, sp, zigzag, settings.overlap)
+        tokens = split = split_tokens(model, mesh.cp, sp, zigzag, overlap.how)
     apply_tensor_parallel(model, placements, mesh.tp, split if sp.size > 1 else None)
     apply_expert_parallel(model, placements, mesh, settings, split if sp.size > 1 else None)
     if sp.size > 1:
@@ -64,9 +65,9 @@ def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
     if split is not None:
         apply_context_parallel(model, placements, split, settings.context)
     if mesh.pp.size == 1:
-        return Layout(mesh, placements, tokens, (model,))
+        return Layout(mesh, placements, tokens, (model,), overlap=overlap)
     stages = split_stages(model, placements, mesh, settings.chunks)
-    return Layout(mesh, placements, tokens, stages, Pipeline(mesh, settings.schedule, settings.chunks))
+    return Layout(mesh, placements, tokens, stages, Pipeline(mesh, settings.schedule, settings.chunks), overlap)
 
 
 def check_meta(model: nn.Module) -> None:

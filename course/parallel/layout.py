@@ -6,6 +6,7 @@ from course.models import Model
 from course.parallel.mesh import Mesh, World, single
 from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.parallel.placement import Placements, serial_placements
+from course.parallel.tensor_parallel.overlap_choice import NO_OVERLAP, Overlap
 from course.parallel.tensor_parallel.sequence import WholeTokens
 
 
@@ -15,7 +16,8 @@ class Layout:
 
     placements: one for each parameter of the model on this rank, and for each tensor that the optimizer updates in its place.
     tokens: which tokens of a sample this rank holds. stages: the model or, in a pipeline, one model for each of this rank's
-    stages; these share its modules. pipeline: the runtime of the stages if parallel.pp > 1.
+    stages; these share its modules. pipeline: the runtime of the stages if parallel.pp > 1. overlap: how the linears of sequence
+    parallelism communicate.
     """
 
     mesh: Mesh
@@ -23,6 +25,7 @@ class Layout:
     tokens: WholeTokens
     stages: tuple[Model, ...]
     pipeline: Pipeline | None = None
+    overlap: Overlap = NO_OVERLAP
 
 
 def serial_layout(model: Model, world: World | None = None) -> Layout:

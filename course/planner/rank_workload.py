@@ -8,8 +8,10 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from course.config import Config, Parallel
+from course.config.axes import AXES
 from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
 from course.ops.number_formats import LOW_PRECISION
@@ -146,9 +148,19 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
     share = t.global_batch // dp
     micro = min(t.micro_batch or share, share)
     kernels = kernels_of(hardware)
-    config = replace(config, parallel=replace(p, dp=dp))
+    config = replace(config, parallel=replace(p, dp=dp, overlap=overlap_on(replace(p, dp=dp), hardware)))
     return RankWorkload(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
                  collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves, p.shard))
+
+
+def overlap_on(p: Parallel, hardware: Hardware) -> Literal["auto", "none", "nccl", "symmetric"]:
+    """parallel.overlap of a layout whose dp is known, with `auto` replaced by what a run takes on this hardware: symmetric memory
+    if the tp ranks share a node (`course/parallel/tensor_parallel/overlap_choice.py`)."""
+    if p.overlap != "auto" or not p.overlapped:
+        return p.overlap
+    stride = collectives.strides(p.order, {axis: getattr(p, axis) for axis in AXES})["tp"]
+    near = collectives.share_node(((stride, p.tp),), hardware, p.pp * p.dp * p.cp * p.tp)
+    return "symmetric" if near else "nccl"
 
 
 def default_backend(hardware: Hardware) -> str:

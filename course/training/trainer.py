@@ -20,7 +20,7 @@ from course.data import data_files, train_loader
 from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens
 from course.models import GPTConfig, build_model
-from course.parallel import Mesh, agree, build_mesh, joined
+from course.parallel import Layout, Mesh, agree, build_mesh, joined
 from course.parallel.mesh import launched, wait_at_most
 from course.parallel.pipeline_parallel.schedules import bubble
 from course.planner import flops, memory_check
@@ -99,7 +99,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                  lambda: write_run_files(config, run), lambda: trackers.open_trackers(config, run)) as report,
           StopSignal(mesh.all) as stop,
           closing(batches), look.open):              # after the data is found readable: a refused run leaves no files
-        report.say(banner(config, mesh, run) + bubble_warning(config, mesh))
+        report.say(banner(config, mesh, run) + overlap_note(config, training.layout) + bubble_warning(config, mesh))
         for number in range(start + 1, t.steps + 1):
             look.before(number)
             slow = number == start + 1               # workers start, and the compiler runs
@@ -335,6 +335,16 @@ def precision_note(config: Config, cpu: bool) -> str:
     slow = {"fp8": ", emulated: the values of a GPU, but slow",
             "fp16": ", by PyTorch's kernels for a CPU: the values of a GPU, but slow"}
     return slow.get(config.precision, "") if cpu else ""
+
+
+def overlap_note(config: Config, layout: Layout) -> str:
+    """A line that says what parallel.overlap=auto took and why, "" if nothing was chosen."""
+    p = config.parallel
+    if layout.overlap.why:
+        return f"\nparallel.overlap=auto takes {layout.overlap.how}: {layout.overlap.why}"
+    if p.tp > 1 and p.sp and p.overlap == "none" and config.precision == "fp8":
+        return "\nparallel.overlap=none: native FP8 multiplies whole tensors, so nothing overlaps with them"
+    return ""
 
 
 def bubble_warning(config: Config, mesh: Mesh) -> str:

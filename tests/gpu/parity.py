@@ -1,9 +1,10 @@
 """Every layout of N GPUs against one, over NCCL: `torchrun --nproc-per-node N tests/gpu/parity.py [FILE [DEVICE [LAYOUT...]]]`.
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
-measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
-go through torch.compile, whose version counts: 2.11's gave wrong gradients; "one by one" is how larger
-batches are gathered than these. Exits with 1 if a layout differs; FILE gets the numbers.
+measures it. "sp" exchanges tokens through symmetric memory where the GPUs allow it. Layouts "in a graph" are captured after three
+steps and replayed after, NCCL included (only on GPUs); "compiled" ones go through torch.compile, whose version counts: 2.11's
+gave wrong gradients; "one by one" is how NCCL gathers larger batches than these. Exits with 1 if a layout differs; FILE gets the
+numbers.
 """
 
 import json
@@ -33,9 +34,10 @@ def layouts(n: int) -> dict[str, list[str]]:
         "dp bucketed": [f"dp={n}", "bucket_mb=0.1"], "dp ddp": [f"dp={n}", "data=ddp"],
         "dp zero": [f"dp={n}", "zero=true", "bucket_mb=0.1"], "dp zero 2": [f"dp={n}", "zero=2"],
         "dp zero 3": [f"dp={n}", "zero=3"], "dp zero 3, once a step": [f"dp={n}", "zero=3", "reshard_after=step"],
-        "tp": [f"tp={n}"], "sp": [f"tp={n}", "sp=true"], "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
-        "sp one by one": [f"tp={n}", "sp=true"],
+        "tp": [f"tp={n}"], "sp": [f"tp={n}", "sp=true"], "sp nccl": [f"tp={n}", "sp=true", "overlap=nccl"],
+        "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
         "sp symmetric": [f"tp={n}", "sp=true", "overlap=symmetric"],
+        "sp one by one": [f"tp={n}", "sp=true", "overlap=nccl"],
         "cp gather": [f"cp={n}", "context=gather"], "cp ring": [f"cp={n}"], "cp all_to_all": [f"cp={n}", "context=all_to_all"],
         "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
         "pp interleaved": ["pp=2", f"dp={n // 2}", "schedule=interleaved", "chunks=2"]}
@@ -47,22 +49,22 @@ def layouts(n: int) -> dict[str, list[str]]:
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
     triton = {f"{name}, Triton": [*found[name], "kernels=triton"] for name in (
-        "tp", "sp", "sp one by one", "sp symmetric", "sp without overlap")}
+        "tp", "sp", "sp nccl", "sp one by one", "sp without overlap")}
     graphs = {f"{name}, in a graph": [*(found | triton)[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather",
-        "cp ring",
+        "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp nccl", "sp, Triton", "sp nccl, Triton",
+        "cp gather", "cp ring",
         *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
-        "dp bucketed", "dp zero 3", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all",
-        "pp 1f1b")}
-    again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("dp zero 3", "sp", "sp symmetric", "cp ring")
+        "dp bucketed", "dp zero 3", "tp", "sp", "sp nccl", "sp one by one", "sp without overlap", "cp gather", "cp ring",
+        "cp all_to_all", "pp 1f1b")}
+    again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("dp zero 3", "sp", "sp nccl", "cp ring")
              for how in ("full", "selective")}
     both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | triton).items()}
     return found | compiled | again | triton | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "sp one by one", "tp, Triton", "sp, Triton", "sp, Triton, compiled", "sp symmetric, Triton",
-       "sp symmetric, Triton, in a graph",
+FEW = ("sp", "sp nccl", "sp one by one", "tp, Triton", "sp, Triton", "sp, Triton, compiled", "sp nccl, Triton",
+       "sp, Triton, in a graph", "sp nccl, Triton, in a graph",
        "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "dp zero 3", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 

@@ -13,6 +13,7 @@ from course.config import Parallel
 from course.parallel import build_mesh, joined
 from course.parallel.mesh import Axis
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
+from course.parallel.tensor_parallel.overlap_choice import choose_overlap
 
 GPUS = torch.cuda.device_count()
 SHAPES = ((3, 8, 16), (1, 8, 16), (2, 4, 1152))    # samples, tokens of a sample, width
@@ -24,6 +25,16 @@ def test_what_is_exchanged_is_exact(n):
     run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", __file__],
                          capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("precision", "says"), [("bf16", "parallel.overlap=auto takes symmetric"),
+                                                 ("fp8", "parallel.overlap=none: native FP8 multiplies whole tensors")])
+def test_a_run_takes_the_fastest_overlap_by_default(precision, says, tmp_path):
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "course.cli",
+                          "train", "gpt-demo", "data.source=mock", f"precision={precision}", "parallel.tp=2", "parallel.sp=true",
+                          "train.steps=3", f"log.dir={tmp_path}"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.count(says) == 1, run.stdout[-2000:] + run.stderr[-4000:]
 
 
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
@@ -99,7 +110,10 @@ def late(axis: Axis) -> None:
 def main() -> None:
     """On each rank."""
     with joined("cuda") as world:
-        axis, times = build_mesh(Parallel(tp=world.size), world).tp, iter(range(1000))
+        settings = Parallel(dp=1, tp=world.size, sp=True)
+        mesh, times = build_mesh(settings, world), iter(range(1000))
+        assert choose_overlap(mesh, settings).how == "symmetric" == choose_overlap(mesh, settings).how
+        axis = mesh.tp
         for shape in SHAPES:
             cases = [Case(axis, shape, hidden) for hidden in (False, True)]
 

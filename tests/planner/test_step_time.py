@@ -96,6 +96,16 @@ def test_tp_over_nodes_is_slow_and_the_order_says_where_it_is():
     assert far.tensor > 4 * near.tensor and far.data < near.data
 
 
+def test_auto_is_what_a_run_takes_symmetric_memory_in_a_node_nccl_beyond():
+    """The order decides whether neighbors or ranks of different nodes share a tensor."""
+    for order, how in (("pp-dp-cp-tp", "symmetric"), ("tp-pp-dp-cp", "nccl")):
+        settings = ("parallel.tp=2", "parallel.dp=8", "parallel.sp=true", f"parallel.order={order}", "train.global_batch=32")
+        auto, taken = (predict(gpt(*settings, f"parallel.overlap={overlap}"), H200, 16) for overlap in ("auto", how))
+        other = predict(gpt(*settings, f"parallel.overlap={'nccl' if how == 'symmetric' else 'symmetric'}"), H200, 16)
+        assert auto == taken != other
+    assert workload_of(gpt("parallel.tp=2"), H200, 2).p.overlap == "auto"               # nothing to choose
+
+
 def test_overlap_hides_collectives_beside_matmuls():
     none, nccl = (predict(gpt("parallel.tp=4", "parallel.sp=true", f"parallel.overlap={how}"), H200) for how in ("none", "nccl"))
     assert nccl.tensor < none.tensor and nccl.hidden > 0
@@ -200,7 +210,8 @@ def test_formats_that_hardware_lacks_get_a_sentence():
 
 
 def test_ten_thousands_of_gpus_take_a_millisecond():
-    c = load("gpt-7b", ["parallel.tp=8", "parallel.sp=true", "parallel.pp=8", "train.global_batch=2048", "train.micro_batch=1"])
+    c = load("gpt-7b", ["parallel.tp=8", "parallel.sp=true", "parallel.pp=8", "parallel.overlap=nccl", "train.global_batch=2048",
+                        "train.micro_batch=1"])
     predict(c, H200, 16384)
     begin = time.process_time()
     for _ in range(50):

@@ -130,7 +130,8 @@ MODELS = {
     "8 layers of 4096, no update": Choice("gpt-124m", ("model.depth=8", *STACK), "stack"),
     "16 layers of 4096, no update": Choice("gpt-124m", ("model.depth=16", *STACK), "stack")}
 OWN = "its own"                                      # the preset's sequence length
-SP = {"no": ["parallel.sp=false"], "sp": ["parallel.sp=true", "parallel.overlap=none"], "sp, overlapped": ["parallel.sp=true"]}
+SP = {"no": ["parallel.sp=false"], "sp": ["parallel.sp=true", "parallel.overlap=none"],
+      "sp, overlapped": ["parallel.sp=true", "parallel.overlap=nccl"]}          # measured for more models than symmetric memory
 SLIDERS: dict[str, list[Any]] = {
     "model": list(MODELS), "batch": [2**n for n in range(13)], "micro_batch": [2**n for n in range(9)],
     "sequence": [OWN, *(2**n for n in range(8, 18))], "gpus": [2**n for n in range(15)], "tp": [1, 2, 4, 8],
