@@ -262,9 +262,14 @@ def experts(world: World, small: bool) -> Iterator[Row]:
     ways = {"dense, as many active parameters": ("gpt-350m", [f"model.mlp_width={width * 3 // 2}"], False),
             "experts": ("gpt-moe-8x350m", [f"model.expert_width={width}", f"parallel.ep={n}"], False),
             "experts in plain PyTorch": ("gpt-moe-8x350m", [f"model.expert_width={width}", f"parallel.ep={n}"], True),
-            **({"experts, all on each GPU": ("gpt-moe-8x350m", [f"model.expert_width={width}"], False)} if n > 1 else {})}
-    if n == 1 and not small:
-        ways["experts, in a graph"] = ("gpt-moe-8x350m", [f"model.expert_width={width}", "graphs=true"], False)
+            "experts, gathered": ("gpt-moe-8x350m", [f"model.expert_width={width}", f"parallel.ep={n}",
+                                                     "parallel.dispatch=gather"], False)}
+    if n == 1:                                      # nothing to gather
+        del ways["experts, gathered"]
+    if not small:
+        for name, of in (("dense", "dense, as many active parameters"), ("experts", "experts" if n == 1 else "experts, gathered")):
+            preset, settings, _ = ways[of]
+            ways[f"{name}, in a graph"] = (preset, [*settings, "graphs=true"], False)
     for name, (preset, settings, plain) in ways.items():
         config = load(preset, [*base, *settings])
         training: Any = assemble(config, build_mesh(config.parallel, world))

@@ -122,9 +122,12 @@ def check_experts(config: "Config") -> None:
     if p.ep > 1 and p.data == "ddp":
         raise CourseError("parallel.data=ddp averages all gradients over the same ranks, and experts over fewer: use "
                           "parallel.data=bucketed")
-    if config.graphs and (p.ep > 1 or config.precision not in ("bf16", "fp8")):
+    if p.dispatch == "gather" and p.cp > 1:
+        raise CourseError("parallel.dispatch=gather gathers whole samples, and parallel.cp cuts them: use "
+                          "parallel.dispatch=all_to_all")
+    if config.graphs and (p.ep > 1 and p.dispatch != "gather" or config.precision not in ("bf16", "fp8")):
         raise CourseError("graphs=true needs sizes that are known before the step, and tokens choose their experts during it: "
-                          "set graphs=false, or parallel.ep=1 and precision=bf16, where they stay on the GPU")
+                          "set graphs=false, or parallel.dispatch=gather and precision=bf16, where they stay on the GPU")
     if config.kernels == "triton":
         raise CourseError("kernels=triton has no kernels for experts: use kernels=pytorch")
     if config.precision == "fp8" and config.fp8.by == "te":

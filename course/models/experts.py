@@ -65,6 +65,10 @@ class Route:
         """Leave it: sum the parts."""
         return x
 
+    def local(self, chosen: Tensor, number: int) -> tuple[Tensor, int]:
+        """The choices of `number` experts as this rank numbers those that it computes, and how many these are."""
+        return chosen, number
+
     def weight(self, weight: Tensor) -> Tensor:
         """A weight as the experts use it."""
         return weight
@@ -118,13 +122,13 @@ class Experts(nn.Module):
         self.route = Route()
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:          # (B, T, D), 2 x (B, T, k)
-        x, gates, chosen = (self.route.enter(part) for part in (x, gates, chosen))
-        k = chosen.shape[-1]
+        x, gates, chosen = (self.route.enter(part) for part in (x.to(matmul_dtype(x)), gates, chosen))
+        k, (chosen, number) = chosen.shape[-1], self.route.local(chosen, self.number)
         expert, choice = chosen.flatten().sort(stable=True)             # 2 x (N·k,)
-        ends = torch.searchsorted(expert, torch.arange(self.number, device=x.device), right=True)       # (E,)
+        ends = torch.searchsorted(expert, torch.arange(number, device=x.device), right=True)            # (E,)
         rank = torch.empty_like(choice).scatter_(0, choice, torch.arange(len(choice), device=x.device)) # (N·k,)
         order = torch.where(rank < ends[-1], rank, -1).view(-1, k)      # (N, k): the row of each choice
-        rows = permute(x.flatten(0, 1).to(matmul_dtype(x)), choice // k, order)         # (N·k, D), by expert
+        rows = permute(x.flatten(0, 1), choice // k, order)             # (N·k, D), by expert
         rows = self.route.run(rows, ends.diff(prepend=ends.new_zeros(1)), self.compute)                 # (N·k, D)
         return self.route.leave(unpermute(rows, order, gates.flatten(0, 1)).view_as(x))                 # (B, T, D)
 

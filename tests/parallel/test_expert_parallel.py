@@ -18,12 +18,13 @@ from tests.parallel.test_parity import assert_equal_to_serial, largest_error, la
 BIASED = ("model.routing=sigmoid", "model.mlp=swiglu", "model.norm=rms", "model.balance_rate=0.01", "model.capacity_factor=1",
           "model.dropout=0.2", "train.recompute=full")
 INTERLEAVED = "schedule=interleaved chunks=2 micro=2"
-FAST = ["dp=2 ep=2", "cp=2 tp=2 sp=true ep=2"]
+FAST = ["dp=2 ep=2", "cp=2 tp=2 sp=true ep=2", "dp=2 ep=2 dispatch=gather"]
 LAYOUTS = ["dp=2", "cp=2 ep=2", "dp=4 ep=2 bucket_mb=0.01", "dp=4 ep=2 zero=1", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=4 zero=2",
-           "dp=2 tp=2 ep=2", "dp=2 tp=2 sp=true ep=2", f"pp=2 dp=2 ep=2 {INTERLEAVED}"]
+           "dp=2 tp=2 ep=2", "dp=2 tp=2 sp=true ep=2", "dp=4 ep=4 zero=3 dispatch=gather",
+           "dp=2 tp=2 sp=true ep=2 zero=1 dispatch=gather", "pp=2 dp=2 ep=2 micro=2 dispatch=gather", f"pp=2 dp=2 ep=2 {INTERLEAVED}"]
 TRIPLES = ["dp=2 cp=2 tp=2 sp=true ep=4 zero=1", "pp=2 dp=2 tp=2 sp=true ep=2 zero=3 micro=2",
            "pp=2 dp=2 cp=2 ep=2 micro=2 order=cp-pp-tp-dp"]
-OTHER = ["dp=2 ep=2", "cp=2 ep=2 context=gather", "dp=4 ep=2 zero=3", "pp=2 dp=2 ep=2 micro=2", "dp=2 cp=2 tp=2 sp=true ep=2"]
+OTHER = ["dp=2 ep=2", "dp=4 ep=2 dispatch=gather", "cp=2 ep=2 context=gather", "dp=4 ep=2 zero=3", "pp=2 dp=2 ep=2 micro=2", "dp=2 cp=2 tp=2 sp=true ep=2"]
 
 
 @pytest.mark.parametrize("spec", [*FAST, *slow([*LAYOUTS, *TRIPLES])])
@@ -131,8 +132,9 @@ def test_a_run_goes_on_with_its_experts_elsewhere(tmp_path):
     (["model.capacity_factor=-1"], r"model.capacity_factor=-1.* is negative: use 0 or more"),
     (["model.moe_every=5"], r"no block has experts: choose at most 4"),
     (["model.experts=0", "parallel.ep=2"], r"this model has none: set model.experts of a GPT, or parallel.ep=1"),
-    (["graphs=true"], r"tokens choose their experts during it: set graphs=false, or parallel.ep=1 and precision=bf16"),
-    (["graphs=true", "precision=bf16", "parallel.ep=2"], r"set graphs=false, or parallel.ep=1"),
+    (["graphs=true"], r"tokens choose their experts during it: set graphs=false, or parallel.dispatch=gather and precision=bf16"),
+    (["graphs=true", "precision=bf16", "parallel.ep=2"], r"set graphs=false, or parallel.dispatch=gather"),
+    (["parallel.cp=2", "parallel.ep=2", "parallel.dispatch=gather"], r"use parallel.dispatch=all_to_all"),
     (["parallel.data=ddp", "parallel.ep=2"], r"use parallel.data=bucketed"),
     (["kernels=triton"], r"use kernels=pytorch")])
 def test_what_cannot_be_is_a_sentence(settings, sentence):

@@ -3,6 +3,8 @@
     forward     each rank sends its tokens to the ranks of their experts (dispatch), and their outputs return (combine)
     backward    the gradients of outputs go to the experts (combine's transpose), those of tokens return (dispatch's)
 
+Or, with `parallel.dispatch=gather`, each rank gathers all tokens, and returns its part of every output.
+
 So an expert's weights get the gradient of the tokens of all ep ranks (Lepikhin et al. 2020, arXiv:2006.16668). All other
 gradients are means over dp x cp. The experts' are means over the dp x cp / ep ranks that hold the same experts, and sums over ep.
 Dividing these by ep makes them means over dp x cp as well.
@@ -84,6 +86,28 @@ class ExpertRoute(Route):
         return mappings.combine(rows, sent, received, self.ep)          # (n, D)
 
 
+class GatherRoute(ExpertRoute):
+    """Each rank gathers the samples of all ep ranks and computes those of its experts; each sample's parts are summed.
+
+    The host has to know no numbers, so a CUDA graph can hold it. Memory: there is room for all choices of all ep ranks. Bytes: as
+    of the all-to-all with ep = top_k; ep / top_k times as many with more ranks.
+    """
+
+    def enter(self, x: Tensor) -> Tensor:                               # (B, T, ...) -> (B · ep, T, ...)
+        return mappings.gather(super().enter(x), 0, self.ep)
+
+    def leave(self, x: Tensor) -> Tensor:                               # (B · ep, T, D) -> (B, T, D)
+        return super().leave(mappings.scatter(x, 0, self.ep))
+
+    def local(self, chosen: Tensor, number: int) -> tuple[Tensor, int]:
+        number //= self.ep.size
+        chosen = chosen - self.ep.rank * number
+        return chosen.masked_fill((chosen < 0) | (chosen > number), number), number
+
+    def run(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:        # (n, D), (E / ep,) -> (n, D)
+        return compute(rows, counts)
+
+
 def carve(mesh: Mesh, size: int) -> tuple[Axis, Axis]:
     """The axes ep, of `size` neighbors along dp x cp, and expert_dp, of the ranks that hold the same experts.
 
@@ -109,7 +133,7 @@ def apply_expert_parallel(model: Model, placements: Placements, mesh: Mesh, sett
             # with ZeRO each of the ranks that hold the same experts owns its share
             first = mesh.first_along_all_but("pp", "tp", "dp", "cp") and (settings.zero > 0 or expert_dp.rank == 0)
             placements[parameter] = replace(placements[parameter], average_over=expert_dp, owner=first)
-        experts.route = ExpertRoute(ep, mesh.tp, tokens)
+        experts.route = (GatherRoute if settings.dispatch == "gather" else ExpertRoute)(ep, mesh.tp, tokens)
 
 
 class LoadBalance:
