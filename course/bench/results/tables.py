@@ -11,7 +11,7 @@ is page.md, beside this file, with tables and numbers filled in. Expressions may
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -226,6 +226,11 @@ def at(header: str, form: str, file: str, label: str, field: str, **where: Any) 
     return Column(header, form, lambda *words: value(file.format(*words), label.format(*words), field, **where))
 
 
+def fsdp_prediction(field: str, case: str) -> float | None:
+    """What the planner predicts of a row of `course bench fsdp`: nothing of PyTorch's."""
+    return None if "fully" in case else value(FSDP, case, field)
+
+
 def fed(header: str, form: str, of: Callable[..., Any], *more: Any) -> Column:
     """A column whose function takes the row's words and `more`."""
     return Column(header, form, lambda *words: of(*words, *more))
@@ -279,7 +284,7 @@ THROUGH, WITHOUT, BY_NCCL = (f"{SP}{way}in a graph" for way in ("through memory,
 
 KERNELS = {"copy": "copy", "fused-gelu": "bias and GELU", "row-softmax": "softmax", "add-norm": "sum and LayerNorm",
            "add-norm-backward": "its backward pass"}
-FSDP = "fsdp_one_gpu_h200"
+FSDP = "fsdp_2xh200"
 TABLES = {
     "readme": Table([Column("this course", "", shown(0)), Column("alternative", "", shown(1)),
                      Column("the alternative is", "", lambda *words: words[-1])], {
@@ -386,11 +391,16 @@ TABLES = {
         "pipeline, 1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
         "pipeline, interleaved": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B", {}),
         "ZeRO-1, whole steps; ZeroRedundancyOptimizer": ("zero_h200", "ZeRO-1, 16-bit copies", "ZeroRedundancyOptimizer", {})}),
-    "fsdp": Table([at("ms", ".1f", FSDP, "{0}", "ms"), at("GB", ".1f", FSDP, "{0}", "memory_gb"),
-                   Column("GB, predicted", ".1f", lambda case: None if "fully" in case else value(FSDP, case, "predicted_gb"))], {
-        "ZeRO-1 (one rank: none)": ("ZeRO-1",), "ZeRO-2": ("ZeRO-2",), "ZeRO-3": ("ZeRO-3",),
+    "fsdp": Table([at("ms", ".1f", FSDP, "{0}", "ms"),
+                   Column("ms, predicted", ".1f", partial(fsdp_prediction, "predicted_ms")),
+                   at("GB", ".1f", FSDP, "{0}", "memory_gb"),
+                   Column("GB, predicted", ".1f", partial(fsdp_prediction, "predicted_gb")),
+                   at("communication without computation, ms", ".1f", FSDP, "{0}", "exposed_ms")], {
+        "ZeRO-1": ("ZeRO-1",), "ZeRO-2": ("ZeRO-2",), "ZeRO-3": ("ZeRO-3",),
         "ZeRO-3, `reduce_in=matmul`": ("ZeRO-3, gradients in bf16",),
         "ZeRO-3, `reshard_after=step`": ("ZeRO-3, weights kept for the step",),
+        "ZeRO-3, two micro-batches": ("ZeRO-3, two micro-batches",), "ZeRO-3, recomputed": ("ZeRO-3, recomputed",),
+        "ZeRO-3, FP8": ("ZeRO-3, FP8",),
         "`fully_shard`, float32 gradients": ("fully_shard, gradients in float32",),
         "`fully_shard`, bf16 gradients": ("fully_shard, gradients in bfloat16",)}),
     "bubbles": Table([column for gpus in (4, 2) for column in (

@@ -94,17 +94,21 @@ class GatherRoute(ExpertRoute):
     """
 
     def enter(self, x: Tensor) -> Tensor:                               # (B, T, ...) -> (B · ep, T, ...)
+        """Also gather the samples of all ep ranks."""
         return mappings.gather(super().enter(x), 0, self.ep)
 
     def leave(self, x: Tensor) -> Tensor:                               # (B · ep, T, D) -> (B, T, D)
+        """Also sum the parts of this rank's samples."""
         return super().leave(mappings.scatter(x, 0, self.ep))
 
     def local(self, chosen: Tensor, number: int) -> tuple[Tensor, int]:
+        """Choices of other ranks' experts become choices of none."""
         number //= self.ep.size
         chosen = chosen - self.ep.rank * number
         return chosen.masked_fill((chosen < 0) | (chosen > number), number), number
 
     def run(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:        # (n, D), (E / ep,) -> (n, D)
+        """The outputs of this rank's experts; nothing travels."""
         return compute(rows, counts)
 
 
