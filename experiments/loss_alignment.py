@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fp8 current": ("precision=fp8", "fp8.recipe=current"),
     "fp8 Transformer Engine": ("precision=fp8", "fp8.by=te", "compile=false"),          # delayed, 1024, max
     FROZEN: ("precision=fp8",),
-    TOKENS_APART: ("parallel.cp=2",),
+    TOKENS_APART: ("parallel.cp=2", "parallel.context=ring"),
 }
 COMMON = ("compile=true", "stream=narrow", "precision=bf16", "train.micro_batch=0", "optim.ema=0", "optim.clip=1",
           "data.source=files", "data.workers=4", f"train.steps={STEPS}")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from course import config as configuration
 from course.config import Config, schema
+from course.config.validation import context_method
 from course.models import GPTConfig
 from course.planner import flops, host_overhead, infeasible, kernel_efficiency
 from course.planner import hardware as hardware_presets
@@ -192,7 +193,7 @@ def describe(config: Config, base: Config) -> str:
     if p.tp > 1 and p.sp:
         words.append("sp" if p.overlap == "none" else f"sp, {p.overlap} overlap")
     if p.cp > 1:
-        words.append(p.context)
+        words.append(context_method(config))
     if p.pp > 1 and p.schedule != "1f1b":
         words.append(p.schedule + (f" x {p.chunks}" if p.chunks > 1 else ""))
     if p.zero and p.dp * p.cp > 1:

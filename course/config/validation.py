@@ -10,7 +10,7 @@ splits a model of your own, which these rules do not know.
 import math
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from course.config.axes import AXES, check_ep, check_shard
 from course.models import DiTConfig, GPTConfig, ModelConfig, ViTConfig, family_of
@@ -192,9 +192,10 @@ def check_fp8(config: "Config") -> None:
         raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
                           "use fp8.by=native, or train.recompute=none")
     m = config.model
-    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all" and m.context % (2 * p.cp):
+    how = context_method(config)
+    if isinstance(m, GPTConfig) and p.cp > 1 and how != "all_to_all" and m.context % (2 * p.cp):
         raise CourseError(f"model.context={m.context} is padded to a multiple of {2 * p.cp} with parallel.cp={p.cp} and "
-                          f"parallel.context={p.context}, and padding would change FP8's scales: change model.context, or set "
+                          f"parallel.context={how}, and padding would change FP8's scales: change model.context, or set "
                           "parallel.context=all_to_all")
     cast = [name for name in MODULATION if not f.keeps(name)]
     if isinstance(m, DiTConfig) and p.cp > 1 and cast:
@@ -245,10 +246,16 @@ def check_efficient(c: GPTConfig, config: "Config") -> None:
     (course/parallel/context_parallel/block_attention.py).
     """
     p = config.parallel
-    ring = p.cp > 1 and p.context == "ring"
-    if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW_PRECISION and not ring:
+    if efficient_refuses_groups(config) and not (p.cp > 1 and context_method(config) == "ring"):
         raise CourseError(f"attention=efficient does not support grouped heads in {config.precision}, and model.kv_heads="
                           f"{c.kv_heads} with model.heads={c.heads} groups them: use attention=default, cudnn or flash")
+
+
+def efficient_refuses_groups(config: "Config") -> bool:
+    """Whether attention=efficient meets grouped heads in 16 bits."""
+    m = config.model
+    return (config.attention == "efficient" and isinstance(m, GPTConfig) and m.groups != m.heads
+            and config.precision in LOW_PRECISION)
 
 
 def check_model(c: ModelConfig) -> None:
@@ -269,7 +276,41 @@ def check_model(c: ModelConfig) -> None:
 
 def attention_leaves_graph(config: "Config") -> bool:
     """Whether torch.compile breaks a block's graph at attention: it cannot build the causal mask over gathered keys."""
-    return config.parallel.cp > 1 and config.parallel.context == "gather" and isinstance(config.model, GPTConfig)
+    return config.parallel.cp > 1 and context_method(config) == "gather" and isinstance(config.model, GPTConfig)
+
+
+# ---- context parallelism
+
+Method = Literal["gather", "ring", "all_to_all"]
+
+def context_method(config: "Config") -> Method:
+    """How attention works across cp: parallel.context, or what `auto` takes."""
+    return config.parallel.context if config.parallel.context != "auto" else context_choice(config)[0]
+
+
+def context_choice(config: "Config") -> tuple[Method, str]:
+    """(what parallel.context=auto takes, why). It depends on the configuration alone, so all ranks choose alike.
+
+    all_to_all where it can share out the heads: in bench/results/cp_h200.json it is the fastest of the three in all causal
+    rows, and with full attention on 4 GPUs; on 2 it takes up to 2.5% longer than gather. Else a ring for causal attention, where
+    gather cannot use the fastest kernels and takes 1.08 to 1.62 times as long. Else gather, since a ring takes 1.03 to 1.29
+    times as long there. In the performance model this is at most 8% slower than the best while the GPU is busy.
+    """
+    m, p = config.model, config.parallel
+    if efficient_refuses_groups(config):
+        return "ring", "only a ring takes attention=efficient with grouped heads"
+    return shared_heads(m, p)
+
+
+def shared_heads(m: ModelConfig, p: "Parallel") -> tuple[Method, str]:
+    """`context_choice` by heads and mask alone."""
+    heads = m.groups // p.tp
+    what = f"the {heads} {'key-value ' * (m.groups != m.heads)}heads of a rank"
+    if heads and heads % p.cp == 0:
+        return "all_to_all", f"parallel.cp={p.cp} divides {what}"
+    causal = isinstance(m, GPTConfig)
+    return ("ring" if causal else "gather",
+            f"parallel.cp={p.cp} does not divide {what}, and attention {'is causal' if causal else 'sees all tokens'}")
 
 
 # ---- layouts

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from course.config.validation import shared_heads
 from course.models import Model
 from course.parallel.context_parallel.attention import apply_context_parallel, check_attention, needs_zigzag
 from course.parallel.data_parallel import build_gradient_sync
@@ -54,16 +55,19 @@ def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
     tokens: WholeTokens | SplitTokens = WholeTokens()
     sp = mesh.tp if settings.sp else Axis("tp")
     split, overlap = None, choose_overlap(mesh, settings)
+    context: str = settings.context
+    if mesh.cp.size > 1 and context == "auto":
+        context, _ = shared_heads(model.c, settings)
     if mesh.cp.size * sp.size > 1:
         check_seams(model, mesh.cp, sp)
-        zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
+        zigzag = mesh.cp.size > 1 and needs_zigzag(model, context)
         tokens = split = split_tokens(model, mesh.cp, sp, zigzag, overlap.how)
     apply_tensor_parallel(model, placements, mesh.tp, split if sp.size > 1 else None)
     apply_expert_parallel(model, placements, mesh, settings, split if sp.size > 1 else None)
     if sp.size > 1:
         mark_partial(placements, sp)
     if split is not None:
-        apply_context_parallel(model, placements, split, settings.context)
+        apply_context_parallel(model, placements, split, context)
     if mesh.pp.size == 1:
         return Layout(mesh, placements, tokens, (model,), overlap=overlap)
     stages = split_stages(model, placements, mesh, settings.chunks)

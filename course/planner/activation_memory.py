@@ -5,7 +5,7 @@ Each term has its own function. `memory.py` says which terms are alive at which 
 
 
 from course.config import Config
-from course.config.validation import attention_leaves_graph
+from course.config.validation import attention_leaves_graph, context_method
 from course.models import DiTConfig, GPTConfig
 from course.models.linears import linears
 from course.ops.number_formats import LOW_PRECISION
@@ -54,11 +54,11 @@ def attention(rank: Rank) -> Terms:
     kept: Terms = {"qkv": n * (q + kv) * size, "answer": n * q * size, "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
     if isinstance(c.model, GPTConfig) and c.model.position == "rotary":
         kept |= {"turned": n * (q + kv / 2) * size, "answer, copied": n * q * size}
-    if c.parallel.cp > 1 and c.parallel.context == "gather":
+    if c.parallel.cp > 1 and context_method(c) == "gather":
         kept["all keys and values"] = rank.samples * rank.whole * kv * size
         if isinstance(c.model, GPTConfig):
             kept["answer, whole"] = n * q * size
-    if c.parallel.cp > 1 and c.parallel.context == "all_to_all":
+    if c.parallel.cp > 1 and context_method(c) == "all_to_all":
         kept["answer, exchanged"] = n * q * size
     if c.attention == "math":
         kept["scores"] = rank.samples * c.model.heads / c.parallel.tp * rank.tokens * rank.whole * (2 * size)
@@ -269,7 +269,7 @@ def ring_workspace(rank: Rank) -> float:
     These are float32 gradients of queries, keys and values, traveling sums for other ranks' keys and values, and two pairs of
     keys and values. GPU kernels hold no scores in memory. On a CPU, in float64 and with attention=math, scores come on top."""
     c, n, (q, kv) = rank.config, rank.n, widths(rank.config)
-    if c.parallel.cp == 1 or c.parallel.context != "ring":
+    if c.parallel.cp == 1 or context_method(c) != "ring":
         return 0.0
     gone = (1 + gated(c)) * n * hidden(c) * low(c) if c.train.recompute != "full" else 0
     return n * (q + kv) * wide(c) + 3 * n * kv * wide(c) + 2 * n * kv * low(c) - gone

@@ -40,7 +40,7 @@ def block_time(local: RankWorkload) -> dict[str, float]:
     again, how = 0.0, local.config.train.recompute
     if how == "selective":                          # keeps the outputs of overlapped linears and a ring
         collectives = modulated if local.p.overlapped else comm
-        again = kept + collectives + (0.0 if local.p.context == "ring" else around)
+        again = kept + collectives + (0.0 if local.context == "ring" else around)
     if how == "full" or (how == "selective" and local.config.compile and attention_leaves_graph(local.config)):
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
         again = forward_mm - spare + around + kept + casts / 2 + comm + (attend if how == "full" else 0.0)
@@ -144,12 +144,12 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
     shared = m.groups / m.heads if isinstance(m, GPTConfig) else 1.0    # key-value heads per query head
     queries = local.low * local.tokens * m.dim / p.tp                   # bytes
     pair = 2 * shared * queries
-    if p.context == "all_to_all":
+    if local.context == "all_to_all":
         there = collectives.all_to_all(queries + pair, group) + collectives.all_to_all(queries, group)
         shuffled = local.seconds([("shuffle", 4 * (queries + pair)), ("shuffle", 4 * queries)])
         return (attend(heads / p.cp, T, T, causal, False), attend(heads / p.cp, T, T, causal, True), there + shuffled,
                 there + shuffled, 0.0)
-    if p.context == "gather":
+    if local.context == "gather":
         # a causal rank's two pieces see all keys up to their own; of the fused kernels only flash has this mask
         by = "flash" if causal and backend in ("default", "cudnn") else backend
         times = [attend(heads, here, T / 2, False, back, by) if causal else attend(heads, here, T, False, back)

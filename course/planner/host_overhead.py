@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from course.config import Config
-from course.config.validation import attention_leaves_graph
+from course.config.validation import attention_leaves_graph, context_method
 from course.models import GPTConfig, family_of
 from course.planner.hardware import RESULTS, Hardware, table_file
 from course.planner.parameter_memory import uneven
@@ -140,8 +140,9 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
         way = "symmetric" if direct else "sp" if p.overlap == "none" else "nccl"
         yield way if p.sp else "tp", p.tp / 2 if direct else 1.0
     if p.cp > 1:
-        times = p.cp - 1 if p.context == "ring" else 1.0
-        yield "causal gather" if attention_leaves_graph(config) else p.context, times
+        how = context_method(config)
+        times = p.cp - 1 if how == "ring" else 1.0
+        yield "causal gather" if attention_leaves_graph(config) else how, times
         yield "dp", -times
     if p.pp > 1:
         yield "pp", float(p.chunks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from course.config import Config
+from course.config.validation import context_method
 from course.models import DiTConfig, GPTConfig
 from course.models.dit import TimestepEmbedder
 from course.ops.number_formats import LOW_PRECISION
@@ -257,7 +258,7 @@ def copies(rank: Rank, live: float) -> float:
 def tokens_of(config: Config) -> int:
     """Tokens per sample on the fullest cp rank. A GPT's rank has two zigzag pieces, unless all_to_all splits heads instead."""
     m, p = config.model, config.parallel
-    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all":
+    if isinstance(m, GPTConfig) and p.cp > 1 and context_method(config) != "all_to_all":
         return 2 * -(-m.tokens // (2 * p.cp))
     return -(-m.tokens // p.cp)
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from course.config import Config, Parallel
 from course.config.axes import AXES
+from course.config.validation import context_method
 from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
 from course.ops.number_formats import LOW_PRECISION
@@ -43,6 +44,11 @@ class RankWorkload:
     def p(self) -> Parallel:
         """The layout."""
         return self.config.parallel
+
+    @property
+    def context(self) -> str:
+        """How attention works across cp."""
+        return context_method(self.config)
 
     @property
     def m(self) -> ModelConfig:

@@ -1,11 +1,12 @@
 """Build a run's model, optimizer and step from its configuration: an ordered list of surgeries on the serial model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from course.config import Config
+from course.config.validation import context_method
 from course.fp8 import native, transformer_engine
 from course.models import Model, build_model
 from course.ops import attention
@@ -55,7 +56,8 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
     model = build_model(config.model, config.train.seed)
     scaling = native.convert(model, config, mesh)
-    layout = parallelize(model, mesh, config.parallel)
+    parallel = replace(config.parallel, context=context_method(config))
+    layout = parallelize(model, mesh, parallel)
     native.prepare(model, layout, scaling)
     seed, device, sharded = config.train.seed, mesh.world.device, config.parallel.zero == 3
     initialize(model, layout.placements, seed, device, parameter_dtype(config.precision), noise, later=sharded)

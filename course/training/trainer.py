@@ -15,7 +15,7 @@ from torch import Tensor
 from course import config as configuration
 from course.checkpoint import checkpoint
 from course.config import Config, schema
-from course.config.validation import num_microbatches, refusal
+from course.config.validation import context_choice, num_microbatches, refusal
 from course.data import data_files, train_loader
 from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens
@@ -99,7 +99,8 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                  lambda: write_run_files(config, run), lambda: trackers.open_trackers(config, run)) as report,
           StopSignal(mesh.all) as stop,
           closing(batches), look.open):              # after the data is found readable: a refused run leaves no files
-        report.say(banner(config, mesh, run) + overlap_note(config, training.layout) + bubble_warning(config, mesh))
+        report.say(banner(config, mesh, run) + overlap_note(config, training.layout) + context_note(config)
+                   + bubble_warning(config, mesh))
         for number in range(start + 1, t.steps + 1):
             look.before(number)
             slow = number == start + 1               # workers start, and the compiler runs
@@ -345,6 +346,14 @@ def overlap_note(config: Config, layout: Layout) -> str:
     if p.tp > 1 and p.sp and p.overlap == "none" and config.precision == "fp8":
         return "\nparallel.overlap=none: native FP8 multiplies whole tensors, so nothing overlaps with them"
     return ""
+
+
+def context_note(config: Config) -> str:
+    """A line that says what parallel.context=auto took and why, "" if nothing was chosen."""
+    if config.parallel.cp == 1 or config.parallel.context != "auto":
+        return ""
+    how, why = context_choice(config)
+    return f"\nparallel.context=auto takes {how}: {why}"
 
 
 def bubble_warning(config: Config, mesh: Mesh) -> str:

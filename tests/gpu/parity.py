@@ -38,13 +38,15 @@ def layouts(n: int) -> dict[str, list[str]]:
         "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
         "sp symmetric": [f"tp={n}", "sp=true", "overlap=symmetric"],
         "sp one by one": [f"tp={n}", "sp=true", "overlap=nccl"],
-        "cp gather": [f"cp={n}", "context=gather"], "cp ring": [f"cp={n}"], "cp all_to_all": [f"cp={n}", "context=all_to_all"],
+        "cp gather": [f"cp={n}", "context=gather"], "cp ring": [f"cp={n}", "context=ring"],
+        "cp all_to_all": [f"cp={n}", "context=all_to_all"],
         "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
         "pp interleaved": ["pp=2", f"dp={n // 2}", "schedule=interleaved", "chunks=2"]}
     products = {
         "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"], "dp2 sp2 zero 3": ["dp=2", "tp=2", "sp=true", "zero=3"],
         "dp zero 3 in pairs": ["dp=4", "zero=3", "shard=2"],
         "dp2 sp2 symmetric": ["dp=2", "tp=2", "sp=true", "overlap=symmetric"], "cp2 sp2": ["cp=2", "tp=2", "sp=true"],
+        "cp2 sp2 ring": ["cp=2", "tp=2", "sp=true", "context=ring"],
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
@@ -52,7 +54,7 @@ def layouts(n: int) -> dict[str, list[str]]:
         "tp", "sp", "sp nccl", "sp one by one", "sp without overlap")}
     graphs = {f"{name}, in a graph": [*(found | triton)[name], "graphs=true"] for name in (
         "dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "tp", "sp", "sp nccl", "sp, Triton", "sp nccl, Triton",
-        "cp gather", "cp ring",
+        "cp gather", "cp ring", "cp all_to_all",
         *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
         "dp bucketed", "dp zero 3", "tp", "sp", "sp nccl", "sp one by one", "sp without overlap", "cp gather", "cp ring",

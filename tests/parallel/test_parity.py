@@ -104,9 +104,10 @@ INTERLEAVED = "schedule=interleaved chunks=2 micro=2"
 TWO = ["dp=2 bucket_mb=0.01", "dp=2 data=naive", "dp=2 data=ddp", f"dp=2 {ZEROS}", "dp=2 zero=2", "dp=2 zero=3",
        "dp=2 zero=3 reshard_after=step", "cp=2 zero=3",
        "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
-       "pp=2 schedule=gpipe micro=3", "pp=2 schedule=1f1b micro=1", f"pp=2 {INTERLEAVED}"]
+       "cp=2 context=auto", "pp=2 schedule=gpipe micro=3", "pp=2 schedule=1f1b micro=1", f"pp=2 {INTERLEAVED}"]
 ALONE = ["dp=4 bucket_mb=0.01", f"dp=4 {ZEROS}", "dp=4 zero=3", "dp=4 zero=3 shard=2", "dp=4 zero=2 shard=2",
          "dp=4 zero=3 shard=1", "dp=2 zero=3 reshard_after=backward", "cp=3 zero=3 micro=1",
+         "cp=3 context=auto micro=1",
          "tp=4", "tp=4 sp=true", "cp=4 context=gather", "cp=4 context=ring",
          "cp=4 context=all_to_all", "pp=4 schedule=gpipe micro=1", "pp=4 schedule=1f1b micro=1"]
 PAIRS = ["dp=2 tp=2", "dp=2 tp=2 sp=true", "dp=2 cp=2", f"dp=2 cp=2 {ZEROS}", "dp=2 pp=2 micro=1", f"dp=2 pp=2 {INTERLEAVED}",
@@ -136,6 +137,8 @@ MIXED = ["dp=2 bucket_mb=0.01", f"dp=2 {ZEROS}", "dp=2 zero=3", "dp=2 tp=2 sp=tr
 def layout(spec: str) -> tuple[int, list[str]]:
     """How many ranks "pp=2 tp=2 micro=1" needs, and its settings."""
     values = dict(part.split("=") for part in spec.split())
+    if "cp" in values:
+        values.setdefault("context", "ring")        # auto never takes it for these models: their heads can be shared out
     size = math.prod(int(values.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
     return size, [f"train.micro_batch={value}" if key == "micro" else f"parallel.{key}={value}" for key, value in values.items()]
 

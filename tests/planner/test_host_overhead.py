@@ -103,7 +103,8 @@ def test_each_bucket_of_gradients_costs_the_same():
 
 @pytest.mark.parametrize(("settings", "gpus", "number"), [
     ([], 1, 1), ([], 2, 19), (["parallel.bucket_mb=1e6"], 2, 1), (["parallel.bucket_mb=0"], 2, 144),
-    (["parallel.data=naive"], 2, 1), (["parallel.cp=2"], 2, 19), (["parallel.zero=true", "parallel.bucket_mb=100"], 2, 5)])
+    (["parallel.data=naive"], 2, 1), (["parallel.cp=2", "parallel.context=ring"], 2, 19),
+    (["parallel.zero=true", "parallel.bucket_mb=100"], 2, 5)])
 def test_buckets_are_counted(settings, gpus, number):
     local = workload_of(load("gpt-124m", [*FEW, *settings]), hardware.load("h200"), gpus)
     assert step_time.buckets_of(local, 124e6) == number
@@ -113,7 +114,8 @@ def test_buckets_are_counted(settings, gpus, number):
     (["parallel.zero=true"], 2, {"zero": 1}),
     (["parallel.cp=2", "parallel.context=gather"], 1, {"causal gather": 1}),
     (["parallel.cp=2", "parallel.zero=true", "parallel.context=all_to_all"], 1, {"all_to_all": 1, "zero": 1, "dp": -1}),
-    (["parallel.cp=4"], 1, {"ring": 3, "dp": -2}),
+    (["parallel.cp=4", "parallel.context=ring"], 1, {"ring": 3, "dp": -2}),
+    (["parallel.cp=4"], 1, {"all_to_all": 1, "dp": 0}),
     (["parallel.pp=4", "parallel.chunks=3", "parallel.schedule=interleaved"], 1, {"pp": 3}),
     (["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric"], 1, {"symmetric": 2}),
     (["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric", "model.context=1022"], 1, {"nccl": 1})])

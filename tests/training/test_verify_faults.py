@@ -91,7 +91,7 @@ def clips_by_the_rank_s_own_norm():
     return patch("training.step.gradient_norm", own_norm)
 
 
-@fault("vit", "parallel.cp=2")
+@fault("vit", "parallel.cp=2 parallel.context=ring")
 def draws_dropout_by_local_position():
     def forward(self, x, batch):
         if self.p == 0 or "keys" not in batch:
@@ -142,7 +142,7 @@ def looks_at_the_upper_bound_of_a_vocabulary_piece_alone():
     return patch("parallel.tensor_parallel.vocabulary.own", own)
 
 
-@fault("gpt", "parallel.cp=2")
+@fault("gpt", "parallel.cp=2 parallel.context=ring")
 def sees_one_key_too_few_in_the_ring():
     real = ring_attention.visible
 
@@ -153,7 +153,7 @@ def sees_one_key_too_few_in_the_ring():
     return patch("parallel.context_parallel.ring_attention.visible", visible)
 
 
-@fault("vit", "parallel.cp=2")
+@fault("vit", "parallel.cp=2 parallel.context=ring")
 def merges_without_rescaling_what_was_there():
     def merge(out, lse, new_out, new_lse):
         both = torch.logaddexp(lse, new_lse)
@@ -163,7 +163,7 @@ def merges_without_rescaling_what_was_there():
     return patch("parallel.context_parallel.ring_attention.merge", merge)
 
 
-@fault("gpt", "parallel.cp=2")
+@fault("gpt", "parallel.cp=2 parallel.context=ring")
 def learns_the_padding_of_a_zigzag():
     return patch("parallel.tensor_parallel.sequence.PADDING", {"target": 0})
 
@@ -257,7 +257,7 @@ def starts_shards_from_numbers_of_their_own():
         tuple(b - a for a, b in box), tuple((0, b - a) for a, b in box), device, flat))
 
 
-@fault("vit", "parallel.cp=2 parallel.pp=2")
+@fault("vit", "parallel.cp=2 parallel.context=ring parallel.pp=2")
 def averages_over_dp_alone_in_a_pipeline():
     real = parallel.serial_placements
 
@@ -309,12 +309,14 @@ def test_a_planted_fault_is_caught(name, capsys):
 @pytest.mark.parametrize(("model", "layout"), [
     ("vit", "parallel.tp=2 parallel.sp=true precision=fp16"),
     *[pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("gpt", "parallel.pp=2 precision=fp16"), ("gpt", "parallel.dp=2 precision=fp16"), ("dit", "parallel.cp=2 precision=fp16"),
-        ("dit", "parallel.dp=2 parallel.zero=true precision=fp16"), ("vit", "parallel.cp=2 precision=fp16"),
+        ("gpt", "parallel.pp=2 precision=fp16"), ("gpt", "parallel.dp=2 precision=fp16"),
+        ("dit", "parallel.cp=2 parallel.context=ring precision=fp16"),
+        ("dit", "parallel.dp=2 parallel.zero=true precision=fp16"), ("vit", "parallel.cp=2 parallel.context=ring precision=fp16"),
         ("gpt", "parallel.tp=2 parallel.dp=2 precision=bf16"), ("vit", "parallel.dp=2 precision=fp8"),
-        ("gpt", "parallel.cp=2 precision=fp8 model.context=12"), ("dit", "parallel.tp=2 precision=fp8 model.dim=32"),
+        ("gpt", "parallel.cp=2 parallel.context=ring precision=fp8 model.context=12"),
+        ("dit", "parallel.tp=2 precision=fp8 model.dim=32"),
         ("vit", "parallel.dp=2 parallel.data=ddp"), ("gpt", "parallel.dp=2 parallel.data=naive optim.name=adam"),
         ("vit", "parallel.pp=2 parallel.schedule=interleaved parallel.chunks=2 model.depth=4"),
-        ("gpt", "parallel.tp=2 parallel.sp=true parallel.cp=2 precision=fp16"))]])
+        ("gpt", "parallel.tp=2 parallel.sp=true parallel.cp=2 parallel.context=ring precision=fp16"))]])
 def test_nobody_is_blamed(model, layout):
     assert found_equal("", model, layout)
