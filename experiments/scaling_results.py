@@ -29,8 +29,9 @@ MEANING = {
 def main(folder: Path, results: Path = FOLDER) -> None:
     """Write the results of each kind in the folder."""
     for kind, meaning in MEANING.items():
-        files = [folder / f"{kind}_{gpus}.json" for gpus in (1, 2, 4)]
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+        files = {int(file.stem.rpartition("_")[2]): file for file in folder.glob(f"{kind}_*.json")
+                 if file.stem.removeprefix(f"{kind}_").isdecimal()}     # by number of GPUs; tp_vit is a kind of its own
+        found = [json.loads(file.read_text(encoding="utf-8")) for _, file in sorted(files.items())]
         if found:
             rows = judge(kind, [row for part in found for row in part["rows"]])
             head = {key: value for key, value in found[0].items() if key != "rows"}

@@ -34,13 +34,18 @@ def assert_same_losses(run: Path, whole: Path, rel: float = 0.0) -> None:
     assert worst <= rel, f"the losses of {run} and {whole} differ by up to {worst:.2e} of their value"
 
 
+def python_path(*first: object) -> str:
+    """PYTHONPATH of a started process: these folders, then the user's own."""
+    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start(command: list[str], ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
     """The command as so many ranks that find each other, with no launcher above them: who ends, ends by itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
-                           "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+                           "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return [subprocess.Popen([sys.executable, "-m", *command], env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]
 

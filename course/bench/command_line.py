@@ -8,12 +8,24 @@ from pathlib import Path
 
 from course.utils.errors import CourseError
 
+# what pip calls packages that are imported by another name
+INSTALLED_AS = {"megatron": "megatron-core", "transformer_engine": "'course[cuda]'", "nvidia": "'course[dali]'"}
+
+
+def reason(error: Exception) -> str:
+    """What stopped a measurement: for a missing package a sentence that names it, else the error's kind and text."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("", "course"):
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return (f"this measurement needs the package {package}, which is not installed: pip install "
+            f"{INSTALLED_AS.get(package, package)}, or leave this measurement out")
+
 
 @contextmanager
 def command(usage: str, least: int = 1) -> Iterator[list[str]]:
     """Yield the command line's words without flags. Exit with `usage` if they are too few, or for a flag that it does not name.
 
-    A `CourseError` inside the block is printed as a sentence, with exit status 1.
+    A `CourseError` inside the block is printed as a sentence, with exit status 1, and so is a missing package.
     """
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     flags = {word for word in sys.argv[1:] if word.startswith("--")}
@@ -26,3 +38,7 @@ def command(usage: str, least: int = 1) -> Iterator[list[str]]:
         yield words
     except CourseError as error:
         sys.exit(f"course: {error}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "course"):      # a mistake of the course's own
+            raise
+        sys.exit(f"course: {reason(error)}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course.bench import timing
+from course.bench.command_line import reason
 from course.config import Config, Parallel, Train
 from course.models.interface import Loss, Model
 from course.models.layers import MLP, TENSOR_PLAN, TOKEN_PLAN, Block, SumOverTokens
@@ -159,8 +160,8 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
     try:
         ms = milliseconds(run, world, laps)
     except Exception as error:                      # raised on all ranks alike; other rows still count
-        print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(f"{case}: {reason(error)}", flush=True)
+        return {"case": case, "gpus": world.size, "error": reason(error)}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
     row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
     if PROFILE in sys.argv:

@@ -15,6 +15,7 @@ import torch
 
 from course import config as configuration
 from course.bench import layout_harness, megatron_core
+from course.bench.command_line import reason
 from course.bench.layout_harness import Row, batch_of, forward_backward, stack
 from course.config import Parallel
 from course.parallel import World, build_mesh
@@ -161,6 +162,6 @@ def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
         try:
             row = layout_harness.measure(f"{case.name}, layers", make(), world)
         except Exception as error:                  # such as a missing package, on all ranks alike
-            row = {"case": f"{case.name}, layers", "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+            row = {"case": f"{case.name}, layers", "gpus": world.size, "error": reason(error)}
         yield row | {"by": by} | numbers(row, samples * c.context, operations)
         free(world)

@@ -1,7 +1,10 @@
 """`python -m course.bench.NAME` and `experiments.NAME`, with words that make no sense."""
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import torch
 
 import course.bench
 from course.bench.cheap_layers import cheap_layer
-from course.bench.command_line import command
+from course.bench.command_line import command, reason
 from course.lab.authoring.lessons import ROOT
 from course.utils.errors import CourseError
 
@@ -51,3 +54,43 @@ def test_words_and_flags_and_sentences(monkeypatch):
         raise CourseError("no GPU")
     with pytest.raises(SystemExit, match="usage"), command("FILE MORE STILL [--small]", least=3):
         raise AssertionError
+
+
+def test_a_missing_package_is_named_with_its_cure(monkeypatch):
+    """Not one of the course's own modules: that would be a mistake, whose traceback says where."""
+    monkeypatch.setattr(sys, "argv", ["x/layouts.py", "grid"])
+    absent = ModuleNotFoundError("No module named 'megatron'", name="megatron.core")
+    wanted = ("this measurement needs the package megatron, which is not installed: pip install megatron-core, or leave this "
+              "measurement out")
+    with pytest.raises(SystemExit, match=f"^course: {wanted}$"), command("KIND"):
+        raise absent
+    assert reason(absent) == wanted and "pip install transformers," in reason(ModuleNotFoundError("no", name="transformers"))
+    assert reason(ValueError("a" * 400)) == "ValueError: " + "a" * 300
+    with pytest.raises(ModuleNotFoundError), command("KIND"):
+        raise ModuleNotFoundError("No module named 'course.gone'", name="course.gone")
+
+
+SMI = """#!/bin/sh
+printf '0\\n1\\n2\\n3\\n4\\n5\\n'
+"""
+TORCHRUN = """#!/bin/sh
+echo "$CUDA_VISIBLE_DEVICES $2 $7 $8" >> "$TOLD"
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="needs bash and timeout")
+@pytest.mark.parametrize(("visible", "on"), [
+    ("", {"0 1", "1 1", "0,1 2", "2,3 2", "0,1,2,3 4"}), ("3", {"3 1"}), ("5,1,2", {"5 1", "1 1", "5,1 2"})])
+def test_parallel_benchmarks_use_all_gpus_that_there_are(visible, on, tmp_path):
+    """Of two kinds: two jobs of one GPU side by side, and so many of two and four as there is room for."""
+    for name, text in (("nvidia-smi", SMI), ("torchrun", TORCHRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "TOLD": str(tmp_path / "told"),
+                   "CUDA_VISIBLE_DEVICES": visible}
+    subprocess.run(["bash", ROOT / "submit/bench_parallel.sh", tmp_path / "out", "tp", "cp"], env=environment, check=True,
+                   timeout=60)
+    jobs = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    assert {f"{gpus} {count}" for gpus, count, *_ in jobs} == on
+    assert sorted((kind, count, Path(file).name) for _, count, kind, file in jobs) == sorted(
+        (kind, count, f"{kind}_{count}.json") for kind in ("tp", "cp") for count in {one.split()[1] for one in on})

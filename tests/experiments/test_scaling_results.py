@@ -1,5 +1,7 @@
 """What the recorded rows of the parallel layouts mean beside each other."""
 
+import json
+
 import pytest
 
 from course.bench.results import load
@@ -35,3 +37,13 @@ def test_the_recorded_results_are_what_it_makes_of_their_rows(kind):
     added = ("efficiency", "bubble", "theory")
     bare = [{key: value for key, value in row.items() if key not in added} for row in recorded["rows"]]
     assert judge(kind, bare) == recorded["rows"] and recorded["meaning"] == scaling_results.MEANING[kind]
+
+
+def test_files_of_any_number_of_gpus_are_joined(tmp_path):
+    """In order of GPUs, and without those of a kind whose name begins alike."""
+    for name, gpus in (("tp_16", 16), ("tp_2", 2), ("tp_1", 1), ("tp_vit_1", 1)):
+        row = {"case": "plain" if gpus > 1 else "one GPU", "gpus": gpus, "ms": 8.0 / gpus}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"hardware": name, "rows": [row]}))
+    scaling_results.main(tmp_path, tmp_path / "found")
+    assert [row["gpus"] for row in json.loads((tmp_path / "found/tp_h200.json").read_text())["rows"]] == [1, 2, 16]
+    assert [row["gpus"] for row in json.loads((tmp_path / "found/tp_vit_h200.json").read_text())["rows"]] == [1]

@@ -13,6 +13,7 @@ import pytest
 from course.lab.slurm import local_cluster as starter
 from course.lab.slurm.local_cluster import Cluster
 from tests.conftest import tiny_settings
+from tests.faults import python_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def cluster() -> Iterator[Cluster]:
 def submit(cluster: Cluster, tmp_path: Path):
     """submit(*words, **environment): `sbatch` in the repository with one of its own scripts; its log lies in tmp_path/jobs."""
     def call(*words: str | Path, **environment: str) -> int:
-        python = {"COURSE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        python = {"COURSE_PYTHON": sys.executable, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", **environment}
         return cluster.submit([f"--output={tmp_path}/jobs/%x-%j.log", *words], cwd=ROOT, **python)
 
     (tmp_path / "jobs").mkdir()

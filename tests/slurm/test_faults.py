@@ -18,7 +18,7 @@ from course.checkpoint import checkpoint
 from course.lab.slurm import local_cluster as starter
 from course.lab.slurm.local_cluster import Cluster, wait_until
 from tests.conftest import tiny_settings
-from tests.faults import assert_same_losses, sequence
+from tests.faults import assert_same_losses, python_path, sequence
 from tests.slurm.conftest import ROOT, kill_node
 
 FOUR = ("--nodes=2", "--ntasks-per-node=2")
@@ -54,7 +54,7 @@ class Runs:
 
     def submit(self, name: str, *more: str, fault: str = "", nodes: tuple[str, ...] = FOUR) -> int:
         """The job of a run; its log is of this start alone."""
-        own = {"COURSE_PYTHON": sys.executable, "PYTHONPATH": f"{self.folder}/hook{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
+        own = {"COURSE_PYTHON": sys.executable, "PYTHONPATH": python_path(f"{self.folder}/hook", ROOT), "OMP_NUM_THREADS": "1",
                "FAULT": fault, "LOSE": f"{self.folder}/data/train/1980.h5", "FILL": f"{self.folder}/disk/filler"}
         job = [*nodes, f"--output={self.folder}/%x-%j.log", f"--job-name={name}", "submit/train.sh", "vit-demo"]
         return self.cluster.submit([*job, *self.settings(name), *more], cwd=ROOT, **own)

@@ -1,13 +1,13 @@
 """submit/train.sh as it is, on two nodes of two ranks: what it trains, what it passes on, how it ends."""
 
 import json
-import os
 import time
 from pathlib import Path
 
 from course import config
 from course.lab.slurm.local_cluster import wait_until
 from course.training import trainer as training
+from tests.faults import python_path
 from tests.slurm.conftest import ROOT
 
 FOUR = ("--nodes=2", "--ntasks-per-node=2")
@@ -76,7 +76,7 @@ def test_when_a_rank_fails_the_job_ends_at_once_and_the_log_has_the_cause_first(
     (hook / "sitecustomize.py").write_text(BROKEN)
     begin = time.monotonic()
     jobs = {how: submit(*FOUR, "submit/train.sh", "vit-demo", *tiny_run(how), "train.steps=1000", BREAK=how,
-                        PYTHONPATH=f"{hook}{os.pathsep}{ROOT}") for how in ("raise", "kill")}
+                        PYTHONPATH=python_path(hook, ROOT)) for how in ("raise", "kill")}
     assert [cluster.wait(job) for job in jobs.values()] == ["FAILED", "FAILED"]
     assert time.monotonic() - begin < 90
     raised, killed = (cluster.log(job) for job in jobs.values())
