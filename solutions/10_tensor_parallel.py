@@ -671,6 +671,6 @@ lab.beside("gather and multiply at once, by NCCL", my_us,
 # %% [markdown]
 # **What you should see:** as long as one after the other. NCCL's gather needs multiprocessors, and the multiplication
 # occupies them all. **Copy engines** do nothing but copy: gathering with one adds only {result: engine_adds_us | .0f} µs to
-# the multiplication. Set `parallel.overlap=symmetric` to use them within a node. On two H100s it shortens a step of DiT-XL/2
+# the multiplication. `parallel.overlap=auto`, the default, uses them within a node. On two H100s this shortens a step of DiT-XL/2
 # with sequence parallelism by {result: dit_saved | .0%}, compared with NCCL. On four H200s that step takes {result:
 # dit_longer | .0%} longer than without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.

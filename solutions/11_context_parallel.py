@@ -388,7 +388,8 @@ lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
 
 # %%
 for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
-    equal = verify.main("gpt-demo", [*layout, "model.depth=1", "train.steps=1"])
+    ring = [*layout, "parallel.context=ring"]
+    equal = verify.main("gpt-demo", [*ring, "model.depth=1", "train.steps=1"])
 
 # %% [markdown]
 # Ask the same of every framework. In engineers' notes about a diffusion transformer (lesson 15), context parallelism
