@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course.bench import timing
+from course.bench import gpu_clock, timing
 from course.bench.command_line import reason
 from course.config import Config, Parallel, Train
 from course.models.interface import Loss, Model
@@ -27,6 +27,7 @@ from course.training.step import Progress, build_compute
 Row = dict[str, Any]
 K = TypeVar("K", bound=Hashable)
 LAPS, WARM = 10, 4
+ENERGY_S = 2.0                                       # seconds over which energy is counted, after the laps
 PROFILE = "--profile"                                # flag: also print kernel tables
 
 
@@ -154,7 +155,10 @@ def repeat(run: Callable[[], object], calls: int) -> None:
 
 
 def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:
-    """Measure time and peak memory of a call, as a row; an error becomes a row too."""
+    """Measure time, peak memory and energy of a call, as a row; an error becomes a row too.
+
+    joules: of one call, on all GPUs together; only where all of them count.
+    """
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -163,13 +167,29 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
         print(f"{case}: {reason(error)}", flush=True)
         return {"case": case, "gpus": world.size, "error": reason(error)}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
-    row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
+    energy = joules_per_call(run, world, ms)
+    row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **energy, **more}
     if PROFILE in sys.argv:
         row["communication_ms"], row["exposed_ms"] = profile(case if world.rank == 0 else "", run)
     if world.rank == 0:
-        told = ", ".join(f"{name} {value}" for name, value in more.items())
+        told = ", ".join(f"{name} {value:.4g}" for name, value in energy.items())
+        told += ", " * bool(energy and more) + ", ".join(f"{name} {value}" for name, value in more.items())
         print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {told}", flush=True)
     return row
+
+
+def joules_per_call(run: Callable[[], object], world: World, ms: float) -> Row:
+    """{"joules": of one call, on all GPUs together}, over `ENERGY_S` seconds of calls that take `ms` each; {} if a GPU of a rank
+    does not count. All ranks must call it."""
+    if world.device.type != "cuda":
+        return {}
+    calls = max(1, math.ceil(1e3 * ENERGY_S / ms))   # alike on all ranks, as ms is
+    with gpu_clock.energy_used(world.device) as used:
+        lap(partial(repeat, run, calls), world)
+    total = torch.tensor(used.get("joules", math.nan), dtype=torch.float64, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(total)
+    return {} if math.isnan(total.item()) else {"joules": total.item() / calls}
 
 
 def profile(case: str, run: Callable[[], object]) -> tuple[float, float]:

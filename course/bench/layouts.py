@@ -346,7 +346,8 @@ def exchange(world: World, small: bool) -> Iterator[Row]:
         for case, call in calls.items():
             run = twenty(call) if world.device.type == "cuda" else call
             row = measure(case, run, world, mb=1e-6 * y.nbytes, size=[samples, tokens, width])
-            yield row | {"ms": row["ms"] / 20} if world.device.type == "cuda" and "ms" in row else row
+            number = 20 if world.device.type == "cuda" else 1
+            yield row | {key: row[key] / number for key in ("ms", "joules") if key in row}
 
 
 def twenty(call: Callable[[], object]) -> Callable[[], object]:
@@ -382,7 +383,8 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
     write_json(file, table | {"rows": rows})
     for row in table["rows"]:
         result = row.get("error") or f"{row['ms']:9.2f} ms"
-        share = f"  {row['efficiency']:4.0%} efficient" if "efficiency" in row else ""
+        share = f"  {row['joules']:.4g} J" if "joules" in row else ""
+        share += f"  {row['efficiency']:4.0%} efficient" if "efficiency" in row else ""
         grid = f", micro-batch {row['micro_batch']}, {row['mib']:,.0f} MiB, {row['tflops']:.0f} TFLOP/s" if "mib" in row else ""
         print(f"{row['gpus']} x {row['case']:40s} {row.get('by', '')} {result}{grid}{share}")
     print(f"wrote {file}")

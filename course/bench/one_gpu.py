@@ -19,7 +19,7 @@ import torch
 from course import config as configuration
 from course.bench import baselines, gpu_pool, loaders, timing
 from course.bench.command_line import command
-from course.bench.gpu_clock import clock_and_power
+from course.bench.gpu_clock import clock_and_power, energy_used
 from course.bench.gpu_pool import Row
 from course.bench.one_gpu_configs import BENCHMARKS, BenchmarkConfig
 from course.data import train_loader
@@ -57,7 +57,8 @@ def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
             "meaning": f"{TOYS}; without it " * small + BENCHMARKS[kind].meaning
             + "; first_s: from the start of the process to the "
                        "end of its first step, with nothing in the compiler's cache, again_s with it; first_gb: the first step's "
-                       "peak, memory_gb: of later; clock_mhz, power_w: meanwhile, as the driver says"}
+                       "peak, memory_gb: of later; clock_mhz, power_w: meanwhile, as the driver says; "
+                       "joules_per_sample: by its counter, over the timed steps"}
     rows = gpu_pool.Rows(out, head, chosen, "configuration")
 
     def run(name: str, gpu: str) -> Row:
@@ -95,6 +96,7 @@ def text(row: Row) -> str:
     again = f" ({row['again_s']:.1f} s with the compiler's cache)" if row.get("again_s") else ""
     tokens = f"{row['tokens_per_s'] / 1e3:7.1f} thousand tokens/s" if "tokens_per_s" in row else ""
     driver = f"  {row['clock_mhz']:.0f} MHz {row['power_w']:.0f} W" if "power_w" in row and "clock_mhz" in row else ""
+    driver += f" {row['joules_per_sample']:.3g} J/sample" if "joules_per_sample" in row else ""
     return (f"{row['configuration']:52s} {row['samples_per_s']:8.2f} samples/s {tokens} {row['memory_gb']:6.2f} GB  "
             f"first step after {row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}{driver}")
 
@@ -115,7 +117,7 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
                 torch.cuda.reset_peak_memory_stats()        # the compiler tunes kernels on copies in the first step
             if only_first:
                 return {"first_s": first}
-            ms, driver = timed(step, batches, world.device, small)
+            ms, driver = timed(step, batches, world.device, small, config.train.global_batch)
             kernels = kernels_of(step, next(batches), world.device)
     peak = flops.peak_tflops(world.device, config.precision)
     rate = speed(config, ms)
@@ -151,11 +153,16 @@ def speed(config: configuration.Config, ms: float) -> Row:
     return {"samples_per_s": rate} | ({"tokens_per_s": rate * m.context} if isinstance(m, GPTConfig) else {})
 
 
-def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool) -> tuple[float, Row]:
-    """(milliseconds per step, as the median of `LAPS` laps after warmup; clock and power meanwhile)."""
+def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool, samples: int) -> tuple[float, Row]:
+    """(milliseconds per step, as the median of `LAPS` laps after warmup; clock, power and energy meanwhile).
+
+    samples: of a step.
+    """
     steps = warm(step, batches, device, 0.01 if small else LAP)
-    with clock_and_power(device) as driver:
+    with clock_and_power(device) as driver, energy_used(device) as used:
         ms = 1e3 * statistics.median(lap(step, batches, device, steps) for _ in range(LAPS))
+    if "joules" in used:
+        driver["joules_per_sample"] = used["joules"] / (LAPS * steps * samples)
     return ms, driver
 
 

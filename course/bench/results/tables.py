@@ -56,10 +56,13 @@ def table(name: str) -> Table:
 
 
 def markdown(table: Table) -> str:
-    """Format a table as Markdown, with a dash for missing numbers."""
-    lines = [" | ".join(["|", *(column.header for column in table.columns)]), "|---" * (len(table.columns) + 1)]
-    for label, words in table.rows.items():
-        numbers = [(column.form, column.of(*words)) for column in table.columns]
+    """Format a table as Markdown, with a dash for missing numbers and without columns that have none."""
+    cells = [[column.of(*words) for words in table.rows.values()] for column in table.columns]
+    kept = [number for number, values in enumerate(cells) if any(value is not None for value in values)]
+    columns = [table.columns[number] for number in kept]
+    lines = [" | ".join(["|", *(column.header for column in columns)]), "|---" * (len(columns) + 1)]
+    for place, label in enumerate(table.rows):
+        numbers = [(table.columns[number].form, cells[number][place]) for number in kept]
         lines.append(" | ".join([f"| {label}", *("–" if number is None else format(number, form) for form, number in numbers)]))
     return "\n".join(f"{line} |".replace("--- |", "---|") for line in lines)
 
@@ -231,6 +234,11 @@ def fsdp_prediction(field: str, case: str) -> float | None:
     return None if "fully" in case else value(FSDP, case, field)
 
 
+def if_recorded(file: str, label: str, field: str) -> Any:
+    """A field of the row with this label; None if it was not measured."""
+    return next((row.get(field) for row in load(file)["rows"] if row.get("configuration", row.get("case")) == label), None)
+
+
 def fed(header: str, form: str, of: Callable[..., Any], *more: Any) -> Column:
     """A column whose function takes the row's words and `more`."""
     return Column(header, form, lambda *words: of(*words, *more))
@@ -347,7 +355,8 @@ TABLES = {
         "Triton kernels, `train.recompute=selective`": ("selective recomputation, Triton kernels, in a graph",),
         "compiler's kernels, `train.recompute=selective`": ("selective recomputation",),
         "compiler's kernels, `train.recompute=full`": ("full recomputation",)}),
-    "power": Table([at("MHz", ".0f", "{0}", "{1}", "clock_mhz"), at("W", ".0f", "{0}", "{1}", "power_w")], {
+    "power": Table([at("MHz", ".0f", "{0}", "{1}", "clock_mhz"), at("W", ".0f", "{0}", "{1}", "power_w"),
+                    fed("J/sample", ".3g", if_recorded, "joules_per_sample")], {
         "weather ViT, bf16, compiler's kernels": ("vit_h200", f"bf16, {NARROW}"),
         **{f"{name}, bf16, Triton kernels": (file, f"{model}: bf16, {TRITON}") for name, (file, model) in MODELS.items()},
         "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}")}),
