@@ -267,9 +267,9 @@ def experts(world: World, small: bool) -> Iterator[Row]:
     if n == 1:                                      # nothing to gather
         del ways["experts, gathered"]
     if not small:
-        for name, of in (("dense", "dense, as many active parameters"), ("experts", "experts" if n == 1 else "experts, gathered")):
+        for of in ("dense, as many active parameters", "experts" if n == 1 else "experts, gathered"):
             preset, settings, _ = ways[of]
-            ways[f"{name}, in a graph"] = (preset, [*settings, "graphs=true"], False)
+            ways[f"{of.split(',')[0]}, in a graph"] = (preset, [*settings, "graphs=true"], False)
     for name, (preset, settings, plain) in ways.items():
         config = load(preset, [*base, *settings])
         training: Any = assemble(config, build_mesh(config.parallel, world))

@@ -97,8 +97,9 @@ class Parallel:
     cp: int = 1                                     # context-parallel ranks
     tp: int = 1                                     # tensor-parallel ranks
     ep: int = 1                                     # ranks of dp x cp over which experts are spread; no factor of the ranks
-    dispatch: Literal["all_to_all", "gather"] = "all_to_all"        # with ep: send tokens to the ranks of their experts, which the
-                                                    # host waits for; or to all of them, which a CUDA graph can hold
+    # with ep: all_to_all sends tokens to the ranks of their experts, whose numbers the host waits for; gather sends them to all,
+    # which a CUDA graph can hold
+    dispatch: Literal["all_to_all", "gather"] = "all_to_all"
     order: str = "-".join(AXES)                     # slowest first: ranks along the last axis are neighbors
     sp: bool = False                                # sequence parallelism: tp splits norms and residuals by tokens
     # with sp: how linears overlap communication with their matmuls. symmetric: ranks of one node write into each other's memory

@@ -125,7 +125,7 @@ def check_experts(config: "Config") -> None:
     if p.dispatch == "gather" and p.cp > 1:
         raise CourseError("parallel.dispatch=gather gathers whole samples, and parallel.cp cuts them: use "
                           "parallel.dispatch=all_to_all")
-    if config.graphs and (p.ep > 1 and p.dispatch != "gather" or config.precision not in ("bf16", "fp8")):
+    if config.graphs and ((p.ep > 1 and p.dispatch != "gather") or config.precision not in ("bf16", "fp8")):
         raise CourseError("graphs=true needs sizes that are known before the step, and tokens choose their experts during it: "
                           "set graphs=false, or parallel.dispatch=gather and precision=bf16, where they stay on the GPU")
     if config.kernels == "triton":

@@ -21,10 +21,12 @@ INTERLEAVED = "schedule=interleaved chunks=2 micro=2"
 FAST = ["dp=2 ep=2", "cp=2 tp=2 sp=true ep=2", "dp=2 ep=2 dispatch=gather"]
 LAYOUTS = ["dp=2", "cp=2 ep=2", "dp=4 ep=2 bucket_mb=0.01", "dp=4 ep=2 zero=1", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=4 zero=2",
            "dp=2 tp=2 ep=2", "dp=2 tp=2 sp=true ep=2", "dp=4 ep=4 zero=3 dispatch=gather",
-           "dp=2 tp=2 sp=true ep=2 zero=1 dispatch=gather", "pp=2 dp=2 ep=2 micro=2 dispatch=gather", f"pp=2 dp=2 ep=2 {INTERLEAVED}"]
+           "dp=2 tp=2 sp=true ep=2 zero=1 dispatch=gather", "pp=2 dp=2 ep=2 micro=2 dispatch=gather",
+           f"pp=2 dp=2 ep=2 {INTERLEAVED}"]
 TRIPLES = ["dp=2 cp=2 tp=2 sp=true ep=4 zero=1", "pp=2 dp=2 tp=2 sp=true ep=2 zero=3 micro=2",
            "pp=2 dp=2 cp=2 ep=2 micro=2 order=cp-pp-tp-dp"]
-OTHER = ["dp=2 ep=2", "dp=4 ep=2 dispatch=gather", "cp=2 ep=2 context=gather", "dp=4 ep=2 zero=3", "pp=2 dp=2 ep=2 micro=2", "dp=2 cp=2 tp=2 sp=true ep=2"]
+OTHER = ["dp=2 ep=2", "dp=4 ep=2 dispatch=gather",
+         "cp=2 ep=2 context=gather", "dp=4 ep=2 zero=3", "pp=2 dp=2 ep=2 micro=2", "dp=2 cp=2 tp=2 sp=true ep=2"]
 
 
 @pytest.mark.parametrize("spec", [*FAST, *slow([*LAYOUTS, *TRIPLES])])
