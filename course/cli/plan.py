@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from course import config as configuration
+from course.cli.presets import sizes
 from course.config import Config, schema
 from course.config.validation import context_method
 from course.models import GPTConfig
@@ -113,7 +114,7 @@ def show(plan: Plan, top: int) -> None:
         print(line)
     if plan.asked.free:
         print(f"Each layout leaves {plan.asked.free:.0%} of a GPU's memory free at least (--free).")
-    for line in (*reasons(plan), *bottleneck(plan), *masked(plan)):
+    for line in (*reasons(plan), *bottleneck(plan), *masked(plan), *active(plan)):
         print(line)
 
 
@@ -130,7 +131,7 @@ def bottleneck(plan: Plan) -> list[str]:
     """What limits the fastest layout besides its arithmetic, if anything does: the largest of these parts."""
     time, data = plan.layouts[0].time, plan.layouts[0].config.data
     seconds = {"GPUs wait for the host's launches": time.launch, "kernels wait for the GPU's memory": time.memory,
-               "GPUs wait for one another's messages": time.tensor + time.context + time.data + time.send,
+               "GPUs wait for one another's messages": time.tensor + time.context + time.dispatch + time.data + time.send,
                "ranks of the pipeline wait for others": time.bubble,
                f"GPUs wait for data.loader={data.loader} with data.workers={data.workers}": time.loading}
     what = max(seconds, key=seconds.__getitem__)
@@ -146,6 +147,17 @@ def masked(plan: Plan) -> list[str]:
     half = 6 * m.depth * m.context**2 * m.dim / flops.step(m, 1)        # half of 12·T²·D per block, with the backward pass
     return [f"MFU counts causal attention whole, as is usual: {half:.0%} of its FLOPs are masked, and kernels leave them out."
             ] if half > LIMIT else []
+
+
+def active(plan: Plan) -> list[str]:
+    """A note on the parameters of a model with experts, and on the assumed imbalance."""
+    c = plan.config
+    if not flops.idle_parameters(c.model):
+        return []
+    spread = any(layout.config.parallel.ep > 1 for layout in plan.layouts)
+    every, used = sizes(c)
+    return [f"A token uses {used} of {every} parameters."
+            + f" Fullest experts' rank: {c.parallel.imbalance:g} x the mean rows (parallel.imbalance)." * spread]
 
 
 def network(plan: Plan) -> str:
@@ -198,6 +210,8 @@ def describe(config: Config, base: Config) -> str:
         words.append(p.schedule + (f" x {p.chunks}" if p.chunks > 1 else ""))
     if p.zero and p.dp * p.cp > 1:
         words.append(f"ZeRO-{p.zero}" + f" over {p.shard}" * (p.shard > 0))
+    if p.ep > 1:
+        words.append(f"experts over {p.ep}")
     if p.bucket_mb != base.parallel.bucket_mb and p.dp * p.cp > 1:
         words.append(f"{p.bucket_mb:g} MiB a bucket")
     if config.train.recompute != "none":

@@ -7,11 +7,10 @@ import torch
 from course import config as configuration
 from course.config import Config
 from course.config.schema import as_plain, as_text, changed_leaves
-from course.planner import memory, memory_check
+from course.planner import flops, memory, memory_check
 from course.planner.search_space import changed
-from course.training.trainer import num_parameters
 
-HEAD = ("preset", "parameters", "GB", "data", "what it is")
+HEAD = ("preset", "parameters", "active", "GB", "data", "what it is")
 LAPTOP = 2e9                                        # bytes: a laptop trains what needs fewer
 
 
@@ -22,31 +21,24 @@ def main(name: str = "") -> None:
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = [(preset, alone(configuration.load(preset))) for preset in configuration.presets()]
-    needs = {preset: predicted(config) for preset, config in found}
+    needs = {preset: memory.predict(config).total for preset, config in found}
     found.sort(key=lambda one: needs[one[0]] >= LAPTOP)
-    rows = [HEAD, *(row(preset, config, needs[preset], not memory.has_experts(config)
-                        and memory_check.fits(config, memory_check.free(device), device)) for preset, config in found)]
+    rows = [HEAD, *(row(preset, config, needs[preset], memory_check.fits(config, memory_check.free(device), device))
+                    for preset, config in found)]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for preset, size, bytes_needed, data, what in rows:
-        print(f"{preset:{wide[0]}}  {size:>{wide[1]}}  {bytes_needed:>{wide[2]}}  {data:{wide[3]}}  {what}")
-    print(f"\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it (?: not yet); *\n"
-          f"fits {memory_check.where(device)}. A smaller train.micro_batch and train.recompute=full need less.\n"
+    for preset, size, active, bytes_needed, data, what in rows:
+        print(f"{preset:{wide[0]}}  {size:>{wide[1]}}  {active:>{wide[2]}}  {bytes_needed:>{wide[3]}}  {data:{wide[4]}}  {what}")
+    print(f"\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it; * fits\n"
+          f"{memory_check.where(device)}. A smaller train.micro_batch and train.recompute=full need less.\n"
+          "Active: the parameters that a token uses.\n"
           "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.\n"
           "`course presets NAME` shows the settings of one, `course settings` all that there are.")
-
-
-def predicted(config: Config) -> float:
-    """Bytes that a preset needs on one GPU. With experts, whose memory is not predicted: 16 bytes for each parameter."""
-    return 16.0 * num_parameters(config) if memory.has_experts(config) else memory.predict(config).total
 
 
 def row(preset: str, config: Config, needs: float, fits: bool) -> tuple[str, ...]:
     """The line of a preset; needs: bytes on one GPU."""
     data = "random" if config.data.source == "mock" else config.data.path
-    if memory.has_experts(config):
-        return preset, count(num_parameters(config)), "? ", data, purpose(preset)
-    size = sum(next(memory.ranks(config)).weights)
-    return preset, count(size), f"{needs / 1e9:.1f}{'*' if fits else ' '}", data, purpose(preset)
+    return preset, *sizes(config), f"{needs / 1e9:.1f}{'*' if fits else ' '}", data, purpose(preset)
 
 
 def settings_of(preset: str) -> str:
@@ -61,7 +53,13 @@ def settings_of(preset: str) -> str:
 
 def alone(config: Config) -> Config:
     """A preset on one GPU."""
-    return changed(config, {"parallel.dp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.tp": 1})
+    return changed(config, {"parallel.dp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.tp": 1, "parallel.ep": 1})
+
+
+def sizes(config: Config) -> tuple[str, str]:
+    """A model's parameters, and those that a token uses, in words: 46.7B, 12.9B."""
+    size = sum(next(memory.ranks(alone(config))).weights)
+    return count(size), count(size - flops.idle_parameters(config.model))
 
 
 def count(parameters: int) -> str:

@@ -25,7 +25,7 @@ TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0
 # (least, included; end, excluded) -> keys. A tuple's numbers are checked one by one
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead parallel.pp "
-                   "parallel.cp parallel.tp parallel.ep parallel.chunks model.top_k model.moe_every "
+                   "parallel.cp parallel.tp parallel.ep parallel.imbalance parallel.chunks model.top_k model.moe_every "
                    "model.vocab model.context model.dim model.depth model.heads "
                    "model.rope_factor model.rope_theta model.rope_context model.channels model.classes model.patch model.grid "
                    "model.latent",

@@ -19,16 +19,23 @@ class Linear:
 
 
 def linears(m: ModelConfig) -> list[Linear]:
-    """The linears of a block of the serial model."""
+    """The linears of the serial model's blocks, each once: with experts in some of the blocks, those of both kinds."""
+    if not isinstance(m, GPTConfig) or not m.experts:
+        return block_linears(m)
+    return list(dict.fromkeys([*(block_linears(m) if m.moe_every > 1 else []), *block_linears(m, True)]))
+
+
+def block_linears(m: ModelConfig, mixture: bool = False) -> list[Linear]:
+    """The linears of a block. mixture: of one with experts, whose stacked weights are no linears."""
     D, M = m.dim, m.hidden
     gated = 2 if isinstance(m, GPTConfig) and m.mlp == "swiglu" else 1
     maps = [Linear("blocks.attn.qkv", D, D + 2 * m.groups * (D // m.heads), "column"), Linear("blocks.attn.out", D, D, "row"),
             Linear("blocks.mlp.up", D, gated * M, "column"), Linear("blocks.mlp.down", M, D, "row")]
-    if isinstance(m, GPTConfig) and m.experts:      # stacked weights are no linears
+    if mixture:
+        assert isinstance(m, GPTConfig)
         S = m.shared_experts * m.expert_hidden
-        maps = maps[:2 if m.moe_every == 1 else 4]
-        if S:
-            maps += [Linear("blocks.mlp.shared.up", D, gated * S, "column"), Linear("blocks.mlp.shared.down", S, D, "row")]
+        shared = [Linear("blocks.mlp.shared.up", D, gated * S, "column"), Linear("blocks.mlp.shared.down", S, D, "row")]
+        maps = maps[:2] + shared * (S > 0)
     if isinstance(m, DiTConfig):
         maps.append(Linear("blocks.ada", D, 6 * D, "column", rows=1 / m.tokens))
     return maps

@@ -12,15 +12,20 @@ from course.ops.number_formats import LOW_PRECISION
 from course.planner.parameter_memory import (
     Rank,
     block_weights,
+    expert_weights,
+    fullest_share,
     gated,
     hidden,
     low,
     modulation,
     narrow_weights,
+    over_blocks,
     own_masters,
     patch,
+    per_share,
     replicas,
     shard_size,
+    shared_hidden,
     stage,
     stream,
     uneven,
@@ -31,14 +36,14 @@ from course.planner.parameter_memory import (
 Terms = dict[str, float]
 
 
-def block(rank: Rank) -> Terms:
-    """The activations that one block keeps for one micro-batch: name -> bytes."""
-    return {"none": everything, "selective": selective, "full": only_input}[rank.config.train.recompute](rank)
+def block(rank: Rank, mixture: bool = False) -> Terms:
+    """The activations that one block, with experts or without, keeps for one micro-batch: name -> bytes."""
+    return {"none": everything, "selective": selective, "full": only_input}[rank.config.train.recompute](rank, mixture)
 
 
 def kept(rank: Rank) -> float:
-    """Bytes that one block keeps for one micro-batch."""
-    return sum(block(rank).values())
+    """Bytes that one block keeps for one micro-batch, the mean over the rank's blocks."""
+    return over_blocks(rank, lambda mixture: sum(block(rank, mixture).values())) / rank.blocks
 
 
 def attention(rank: Rank) -> Terms:
@@ -79,11 +84,15 @@ def multiplied(c: Config) -> int:
     return 1 if c.precision == "fp8" else low(c)
 
 
-def everything(rank: Rank) -> Terms:
+def everything(rank: Rank, mixture: bool = False) -> Terms:
     """The activations that a block keeps without recomputation."""
-    c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
-    kept = attention(rank)
-    kept |= {"norm 1": normed(rank), "norm 2": normed(rank), "up": gated(c) * n * M * low(c), "down": n * M * multiplied(c)}
+    c, n, s, D = rank.config, rank.n, rank.s, rank.config.model.dim
+    kept = attention(rank) | {"norm 1": normed(rank)}
+    M = shared_hidden(c) if mixture else hidden(c)
+    if M:
+        kept |= {"norm 2": normed(rank), "up": gated(c) * n * M * low(c), "down": n * M * multiplied(c)}
+    if mixture:
+        kept |= experts(rank)
     if c.precision == "fp8":
         kept["answer, FP8"] = n * widths(c)[0]      # attention itself keeps its output in 16 bits
     if gated(c) == 2 and not c.compile:
@@ -97,6 +106,30 @@ def everything(rank: Rank) -> Terms:
     if isinstance(c.model, DiTConfig):
         kept |= modulated(rank)
     return kept | dropped(rank)
+
+
+def experts(rank: Rank) -> Terms:
+    """The activations that a block's router and experts keep: the router's input, in float32; rows sorted by expert, and their
+    hidden units; the output of each choice, which its gate multiplies.
+
+    Besides: four tensors of a number for each expert and token, and 8 bytes for each index of a sort."""
+    c, m, rows = rank.config, rank.config.model, expert_rows(rank)
+    assert isinstance(m, GPTConfig)
+    choices = rank.n * m.top_k
+    width, routed = m.expert_hidden / c.parallel.tp, rank.s * m.dim * wide(c)
+    if low(c) == wide(c) and m.shared_experts and c.parallel.tp == 1:
+        routed = 0                                  # the shared experts' input
+    return {"router's input": routed, "scores": 4 * rank.s * m.experts * wide(c), "sorted rows": rows * m.dim * low(c),
+            "experts' up": gated(c) * rows * width * low(c), "experts' gate": (gated(c) - 1) * rows * width * low(c),
+            "experts' down": rows * width * low(c), "choices": choices * m.dim * low(c),
+            "order": 8 * (2 * choices + 2 * rows * (c.parallel.ep > 1))}
+
+
+def expert_rows(rank: Rank) -> float:
+    """Rows of a micro-batch that the experts of the fullest rank take."""
+    m = rank.config.model
+    assert isinstance(m, GPTConfig)
+    return rank.n * m.top_k * fullest_share(rank.config)
 
 
 def fused(c: Config) -> bool:
@@ -128,15 +161,17 @@ def dropped(rank: Rank) -> Terms:
     return {"masks": 2.0 * rank.s * m.dim} if getattr(m, "dropout", 0.0) else {}
 
 
-def selective(rank: Rank) -> Terms:
+def selective(rank: Rank, mixture: bool = False) -> Terms:
     """The activations that a block keeps with train.recompute=selective: its input and the outputs of matmuls and attention.
 
-    Overlapped linears keep the scattered output. If attention breaks a compiled block's graph, only its output is kept."""
-    c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
+    Overlapped linears keep the scattered output. If attention or experts break a compiled block's graph, only theirs are kept."""
+    c, n, s, D = rank.config, rank.n, rank.s, rank.config.model.dim
     q, kv = widths(c)
+    M = shared_hidden(c) if mixture else hidden(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
-    if c.compile and attention_leaves_graph(c):
-        return kept
+    own = {"experts' up": experts(rank)["experts' up"], "experts' outputs": expert_rows(rank) * D * low(c)} if mixture else {}
+    if c.compile and (mixture or attention_leaves_graph(c)):
+        return (kept if attention_leaves_graph(c) else only_input(rank)) | own
     put_out = s if c.parallel.overlapped else n
     kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": put_out * D * low(c), "up": gated(c) * n * M * low(c)}
     summed = c.parallel.tp > 1 and not c.parallel.overlapped
@@ -144,10 +179,10 @@ def selective(rank: Rank) -> Terms:
         kept["MLP's branch"] = put_out * D * low(c)
     if isinstance(c.model, DiTConfig):
         kept["conditions"] = rank.samples * D * 6 * low(c)
-    return kept
+    return kept | own
 
 
-def only_input(rank: Rank) -> Terms:
+def only_input(rank: Rank, mixture: bool = False) -> Terms:
     """The block input, (B, T, D), kept with train.recompute=full (Chen et al. 2016, arXiv:1604.06174)."""
     return {"input": rank.s * rank.config.model.dim * stream(rank.config)}
 
@@ -240,7 +275,8 @@ def muon_workspace(rank: Rank) -> float:
     messages that it sends and receives; one process alone receives nothing.
     """
     c = rank.config
-    held, largest = rank.blocks * sum(block_weights(c)), max(linear.k * linear.n for linear in linears(c.model))
+    held = over_blocks(rank, lambda mixture: sum(block_weights(c, mixture))) - rank.experts
+    largest = max(linear.k * linear.n for linear in linears(c.model))
     part, work = held / shard_size(c), max(held / replicas(c), largest)
     alone = replicas(c) * c.parallel.tp * c.parallel.pp == 1
     return low(c) * max(part + 2 * work + largest, 2 * work + 3 * largest, 2 * work + (1 if alone else 2) * part)
@@ -252,15 +288,28 @@ def block_workspace(rank: Rank, moment: str) -> float:
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     if moment in ("reduce", "embedding"):                         # the block's backward pass is done
         return s * D * stream(c)
+    mixture = rank.mixtures > 0
     weight = max(D * M * gated(c), D * modulation(c, 6))
+    if mixture:
+        weight = expert_weights(c) * gated(c) // (gated(c) + 1)
+    inner = experts_workspace(rank) if mixture else gated(c) * n * M * low(c)
     as_it_is = own_masters(c) or (stage(c) >= 2 and narrow_weights(c))
     weight *= low(c) if as_it_is else wide(c) + low(c) * (c.precision in LOW_PRECISION)
     again = 0.0
     if c.train.recompute != "none":
-        again = sum(everything(rank).values()) - kept(rank)
+        again = sum(everything(rank, mixture).values()) - sum(block(rank, mixture).values())
         # casts of the block's weights
-        again += low(c) * sum(block_weights(c)) if c.precision in LOW_PRECISION and not own_masters(c) else 0
-    return max(again, 0) + s * D * stream(c) + max(gated(c) * n * M * low(c), ring_workspace(rank)) + weight
+        again += low(c) * sum(block_weights(c, mixture)) if c.precision in LOW_PRECISION and not own_masters(c) else 0
+    return max(again, 0) + s * D * stream(c) + max(inner, ring_workspace(rank)) + weight
+
+
+def experts_workspace(rank: Rank) -> float:
+    """Bytes of the temporaries in the backward pass of a block's experts: the gradient of the hidden units, or those of the rows
+    in the router's format, before and after they are exchanged."""
+    c, m, rows = rank.config, rank.config.model, expert_rows(rank)
+    assert isinstance(m, GPTConfig)
+    exchanged = (rows + rank.n * m.top_k * (c.parallel.ep > 1)) * m.dim * wide(c)
+    return max(gated(c) * rows * m.expert_hidden / c.parallel.tp * low(c), exchanged)
 
 
 def ring_workspace(rank: Rank) -> float:
@@ -309,7 +358,7 @@ def buffers(rank: Rank, micros: float, moment: str) -> float:
     c, every = rank.config, sum(rank.weights)
     size = 0.0
     if stage(c) == 1:
-        size += every * wide(c) / replicas(c)
+        size += per_share(rank, every, rank.experts) * wide(c)
     elif replicas(c) > 1 and c.parallel.data == "naive" and moment == "optimizer":
         size += every * wide(c)
     if c.parallel.pp > 1 and micros:

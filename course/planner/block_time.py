@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from course.config.validation import attention_leaves_graph
 from course.models import DiTConfig, GPTConfig, ViTConfig
-from course.models.linears import Linear, linears
+from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear
 from course.planner import collectives
 from course.planner.activation_memory import chunked, fused
@@ -26,14 +26,16 @@ BARRIER = 4.5e-6                                    # seconds of a symmetric-mem
 
 # ---- a block ----
 
-def block_time(local: RankWorkload) -> dict[str, float]:
-    """Part -> seconds of one block and micro-batch. `forward` and `backward` are sums; recomputation counts as backward."""
-    each = [linear_time(local, linear) for linear in linears(local.m)]
+def block_time(local: RankWorkload, mixture: bool = False) -> dict[str, float]:
+    """Part -> seconds of one block and micro-batch. `forward` and `backward` are sums; recomputation counts as backward.
+
+    mixture: of a block with experts, without their own time (`experts_time.py`)."""
+    each = [linear_time(local, linear) for linear in block_linears(local.m, mixture)]
     forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
     casts = sum(cast for *_, cast in each)
     attend, attend_back, around, around_back, hidden = attention_time(local)
-    kept = local.seconds(forward_bytes(local)) + slow_norms(local, False)
-    gone = local.seconds(backward_bytes(local)) + slow_norms(local, True)
+    kept = local.seconds(forward_bytes(local, mixture)) + slow_norms(local, False)
+    gone = local.seconds(backward_bytes(local, mixture)) + slow_norms(local, True)
     comm, comm_back, beside = tensor_time(local, each)
     modulated, modulated_back = modulation_time(local)
     comm, comm_back = comm + modulated, comm_back + modulated_back
@@ -41,16 +43,24 @@ def block_time(local: RankWorkload) -> dict[str, float]:
     if how == "selective":                          # keeps the outputs of overlapped linears and a ring
         collectives = modulated if local.p.overlapped else comm
         again = kept + collectives + (0.0 if local.context == "ring" else around)
-    if how == "full" or (how == "selective" and local.config.compile and attention_leaves_graph(local.config)):
-        spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
-        again = forward_mm - spare + around + kept + casts / 2 + comm + (attend if how == "full" else 0.0)
+    leaves = attention_leaves_graph(local.config)
+    if how == "full" or (how == "selective" and local.config.compile and (leaves or mixture)):
+        spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" or mixture else each[3][0]
+        again = (forward_mm - spare + around + kept + casts / 2 + comm
+                 + (0.0 if how == "selective" and leaves else attend))
     return {"matmul": forward_mm + backward_mm, "attention": attend + attend_back, "memory": kept + gone + casts,
             "recompute": again, "tensor": comm + comm_back, "context": around + around_back, "hidden": beside + hidden,
             "forward": forward_mm + attend + around + kept + casts / 2 + comm,
             "backward": backward_mm + attend_back + around_back + gone + casts / 2 + comm_back + again}
 
 
-def forward_bytes(local: RankWorkload) -> Moved:
+def inner_width(local: RankWorkload, mixture: bool) -> float:
+    """The width of a block's MLP, or of its shared experts, on a rank."""
+    m = local.m
+    return (m.shared_experts * m.expert_hidden if mixture and isinstance(m, GPTConfig) else m.hidden) / local.p.tp
+
+
+def forward_bytes(local: RankWorkload, mixture: bool = False) -> Moved:
     """The bytes that a block's norms, activations and residual sums read and write in the forward pass.
 
     Compiled, residual sum and norm are one kernel, which reads stream and branch and writes stream and matmul input. Eager, they
@@ -58,7 +68,7 @@ def forward_bytes(local: RankWorkload) -> Moved:
     """
     m, low, stream, wide = local.m, local.low, local.stream, local.wide
     rest, n = local.rest * m.dim, local.tokens * m.dim
-    inner = local.tokens * local.m.hidden / local.p.tp
+    inner = local.tokens * inner_width(local, mixture)
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
     gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
@@ -74,15 +84,15 @@ def forward_bytes(local: RankWorkload) -> Moved:
     return moved_bytes + [("elementwise", rest * 4 * wide), ("elementwise", rest * (2 * wide + low))] * gates
 
 
-def backward_bytes(local: RankWorkload) -> Moved:
+def backward_bytes(local: RankWorkload, mixture: bool = False) -> Moved:
     """The bytes that these operations move in the backward pass, with the sums over tokens for the gradients of biases and norms.
 
     The gradients of queries, keys and values are concatenated, in eager mode after a copy that reorders heads. Triton kernels
     fuse most of the sums."""
     m, low, stream, wide = local.m, local.low, local.stream, local.wide
     rest, n = local.rest * m.dim, local.tokens * m.dim
-    inner = local.tokens * local.m.hidden / local.p.tp
-    qkv = local.tokens * linears(m)[0].n / local.p.tp
+    inner = local.tokens * inner_width(local, mixture)
+    qkv = local.tokens * block_linears(m)[0].n / local.p.tp
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
     gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
@@ -199,23 +209,35 @@ def tensor_time(local: RankWorkload, each: list[tuple[float, float, float, float
     if p.tp == 1:
         return 0.0, 0.0, 0.0
     numbers = local.tokens * local.m.dim
-    low, wide = local.low * numbers, local.wide * numbers               # bytes of all tokens
-    if not p.sp:
-        copies = [local.seconds([("copy", 2 * size)]) for size in (low, wide)]
-        return 2 * (collectives.all_reduce(low, group) + copies[0]), 2 * (collectives.all_reduce(wide, group) + copies[1]), 0.0
+    low = local.low * numbers                       # bytes of all tokens
+    regions = len(each) // 2                        # each of a column and a row linear
     if not local.p.overlapped:
-        copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp         # pieces of dim 1, reordered
-        moves = [local.seconds([("shuffle", size)]) for size in copied]
-        return (2 * (collectives.all_gather(wide, group) + collectives.reduce_scatter(low, group) + moves[0]),
-                2 * (collectives.reduce_scatter(wide, group) + collectives.all_gather(low, group) + moves[1]), 0.0)
+        there, back = region_time(local)
+        return regions * there, regions * back, 0.0
     padded = uneven(local.config)
     if p.symmetric and not padded:
         return symmetric_time(local, each)
     once, as_one = collectives.all_gather(low, group), padded or (overlapped_linear.small(local.micro, low)
                                                                   and not local.config.graphs)
     ordering = local.seconds([("copy", 2 * low)]) if as_one else 0.0
-    beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # gather x again, scatter dx
-    return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside
+    columns = each[0:2 * regions:2]
+    beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in columns)             # gather x again, scatter dx
+    return 2 * regions * (once + ordering), 3 * regions * (once + ordering) - (1 - BESIDE) * beside, beside
+
+
+def region_time(local: RankWorkload) -> tuple[float, float]:
+    """(forward, backward) seconds of entering and leaving a tensor-parallel region without overlap."""
+    p, group = local.p, local.groups["tp"]
+    low, wide = (size * local.tokens * local.m.dim for size in (local.low, local.wide))
+    if p.tp == 1:
+        return 0.0, 0.0
+    if not p.sp:
+        copies = [local.seconds([("copy", 2 * size)]) for size in (low, wide)]
+        return collectives.all_reduce(low, group) + copies[0], collectives.all_reduce(wide, group) + copies[1]
+    copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp             # pieces of dim 1, reordered
+    moves = [local.seconds([("shuffle", size)]) for size in copied]
+    return (collectives.all_gather(wide, group) + collectives.reduce_scatter(low, group) + moves[0],
+            collectives.reduce_scatter(wide, group) + collectives.all_gather(low, group) + moves[1])
 
 
 def modulation_time(local: RankWorkload) -> tuple[float, float]:
@@ -237,11 +259,12 @@ def symmetric_time(local: RankWorkload, each: list[tuple[float, float, float, fl
     gather = sent + local.seconds([("copy", 2 * piece)])
     added = local.seconds([("fused", (p.tp + 1) * piece)])
     shown = hidden = 0.0
-    for _, dx, dw, _ in each[0:3:2]:                # column linears: gather x again, scatter dx
+    regions = len(each) // 2
+    for _, dx, dw, _ in each[0:2 * regions:2]:      # column linears: gather x again, scatter dx
         for long, under in ((gather, dx), (sent, dw)):
             covered = min(long, under)
             shown, hidden = shown + long - (1 - BESIDE) * covered, hidden + covered
-    return 2 * (gather + sent + added), 2 * (gather + added) + shown, hidden
+    return regions * (gather + sent + added), regions * (gather + added) + shown, hidden
 
 
 # ---- embedding, head and loss ----

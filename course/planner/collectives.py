@@ -179,22 +179,24 @@ def strides(order: str, sizes: Mapping[str, int]) -> dict[str, int]:
 
 @cache
 def groups(order: str, pp: int, dp: int, cp: int, tp: int, hardware: Hardware,
-           curves: tuple[tuple[int, Curve], ...] = (), shard: int = 0) -> dict[str, Group]:
+           curves: tuple[tuple[int, Curve], ...] = (), shard: int = 0, ep: int = 1) -> dict[str, Group]:
     """The groups of a layout: tp, cp, dp_cp, all, and ends, which are the first and the last rank of a pipeline.
 
     shard: ranks of dp x cp that share one copy of the parameters (0: all); they are the group shard, and those that hold the same
-    share the group replicate.
+    share the group replicate. ep: ranks of dp x cp over which experts are spread; they are the group ep, and those that hold the
+    same experts the group expert_dp.
     """
     sizes, world = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}, pp * dp * cp * tp
     step = strides(order, sizes)
     axes = {"tp": ("tp",), "cp": ("cp",), "dp_cp": ("dp", "cp"), "all": ("pp", "dp", "cp", "tp")}
     by_axis = {name: group_of(sorted((step[axis], sizes[axis]) for axis in parts), hardware, curves, world)
              for name, parts in axes.items()}
-    inner = math.gcd(shard or dp * cp, cp)          # of a shard group, along cp; the rest of it is along dp
-    outer = (shard or dp * cp) // inner
-    split = {"shard": [(step["cp"], inner), (step["dp"], outer)],
-             "replicate": [(step["cp"] * inner, cp // inner), (step["dp"] * outer, dp // outer or 1)]}
-    by_axis |= {name: group_of(sorted(dims), hardware, curves, world) for name, dims in split.items()}
+    for size, near, far in ((shard or dp * cp, "shard", "replicate"), (ep, "ep", "expert_dp")):
+        inner = math.gcd(size, cp)                  # of the neighbors in a group, along cp; the rest of them is along dp
+        outer = size // inner
+        split = {near: [(step["cp"], inner), (step["dp"], outer)],
+                 far: [(step["cp"] * inner, cp // inner), (step["dp"] * outer, dp // outer or 1)]}
+        by_axis |= {name: group_of(sorted(dims), hardware, curves, world) for name, dims in split.items()}
     pipelines = ranks_of([(step["pp"], pp)], world, hardware)
     return by_axis | {"ends": joined(pipelines[:, [0, -1]] if pp > 1 else pipelines, hardware, curves)}
 

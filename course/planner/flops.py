@@ -113,6 +113,13 @@ def more_by_experts(c: ModelConfig) -> int:
     return c.depth // c.moe_every * 2 * c.tokens * c.dim * (mlp_matrices(c) * width + c.experts)
 
 
+def idle_parameters(c: ModelConfig) -> int:
+    """The parameters of the experts that a token does not choose: the model's active parameters are all others."""
+    if not isinstance(c, GPTConfig) or not c.experts:
+        return 0
+    return c.depth // c.moe_every * (c.experts - c.top_k) * mlp_matrices(c) * c.dim * c.expert_hidden
+
+
 def mlp_matrices(c: GPTConfig) -> int:
     """The number of matrices of an MLP: three if it is gated."""
     return 3 if c.mlp == "swiglu" else 2

@@ -118,6 +118,16 @@ class Kernels:
         moved = wide * (m * k + k * n) + max(2, wide) * m * n
         return max(2 * m * k * n / (share * peak), moved / (MEMORY["copy"] * self.hardware.bandwidth), LEAST)
 
+    def grouped(self, groups: float, m: float, k: float, n: float, precision: str) -> float:
+        """Seconds of so many products (m, k) @ (k, n).
+
+        In bf16 they are one kernel, with the efficiency of one matmul of all rows (assumed, not measured). In other formats they
+        follow one another."""
+        if precision != "bf16":
+            return groups * self.matmul(m, k, n, precision)
+        moved = 2 * groups * (m * k + k * n + m * n)
+        return max(self.matmul(groups * m, k, n, precision), moved / (MEMORY["copy"] * self.hardware.bandwidth))
+
     def attention(self, heads: float, queries: float, keys: float, width: float, causal: bool, precision: str,
                   backend: str = "default", backward: bool = False) -> float:
         """Seconds of attention with `heads` = batch x heads and so many queries and keys of `width` numbers.

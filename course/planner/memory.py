@@ -35,11 +35,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from course.config import Config
-from course.models import GPTConfig
 from course.parallel.pipeline_parallel.schedules import alive, passes_of
 from course.planner import activation_memory, parameter_memory, sharded_memory
 from course.planner.parameter_memory import Rank
-from course.utils.errors import CourseError
 
 MIB = 2**20
 # cuBLAS workspace, in PyTorch's allocator: the default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
@@ -84,36 +82,25 @@ TENSORS = tuple(entry.name for entry in fields(Memory) if entry.name not in ("re
 def predict(config: Config) -> Memory:
     """Predict the memory of the fullest rank. parallel.dp=0 counts as 1, since the number of GPUs is unknown.
 
-    In a pipeline only the first and the last stage count: no other has more blocks or micro-batches than the first.
+    In a pipeline only the first and the last stage count: no other has more blocks or micro-batches than the first. Experts in
+    some of the blocks are an exception.
     """
+    return max((of_rank(rank) for rank in ranks(config, fullest(config))), key=lambda memory: memory.total)
+
+
+def fullest(config: Config) -> list[int]:
+    """The stages of a pipeline that may be the fullest."""
     pp = config.parallel.pp
-    return max((of_rank(rank) for rank in ranks(config, sorted({0, pp - 1}))), key=lambda memory: memory.total)
-
-
-def has_experts(config: Config) -> bool:
-    """Whether the model has experts, whose memory and time the planner does not predict."""
-    return isinstance(config.model, GPTConfig) and config.model.experts > 0
-
-
-def check_predictable(config: Config) -> None:
-    """Raise `CourseError` for a model that the planner does not predict."""
-    if has_experts(config):
-        raise CourseError("the planner does not predict models with experts: plan the dense model with model.experts=0, or "
-                          "measure a few steps with `course train`")
+    return [*range(pp)] if getattr(config.model, "moe_every", 1) > 1 else sorted({0, pp - 1})
 
 
 def fits(config: Config, room: float) -> bool:
     """Whether `predict` is at most `room` bytes. Stops at the first moment that is not."""
-    return all(memory.total <= room for stage in sorted({0, config.parallel.pp - 1}) for rank in ranks(config, [stage])
-               for memory in moments(rank))
+    return all(memory.total <= room for stage in fullest(config) for rank in ranks(config, [stage]) for memory in moments(rank))
 
 
 def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
-    """Yield the first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages; (): of all.
-
-    Raises `CourseError` for a model with experts.
-    """
-    check_predictable(config)
+    """Yield the first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages; (): of all."""
     p, t, m = config.parallel, config.train, config.model
     samples = -(-t.global_batch // max(p.dp, 1))
     micro = min(t.micro_batch or samples, samples)

@@ -38,11 +38,8 @@ SECOND = "memory.max", "memory.current", "inactive_file", "active_file", "slab_r
 
 
 def check(config: Config, mesh: Mesh) -> None:
-    """Raise `CourseError` on all ranks if a run cannot fit, with the nearest settings that should. All ranks must call it.
-
-    Models with experts are not checked: their memory is not predicted.
-    """
-    if not config.train.check_memory or memory.has_experts(config):
+    """Raise `CourseError` on all ranks if a run cannot fit, with the nearest settings that should. All ranks must call it."""
+    if not config.train.check_memory:
         return
     device = mesh.world.device
     hosts = run_on_all(mesh.all, socket.gethostname)
@@ -86,9 +83,6 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         device, config = mesh.world.device, with_dp(config, mesh)
-        if memory.has_experts(config):
-            raise CourseError(f"the memory of {where(device)} ran out: use a smaller train.micro_batch, train.recompute=full, or "
-                              "more ranks with parallel.ep or parallel.zero") from error
         before = memory.predict(config).total
         there = free(device)
         # the prediction was too low for this run, so suggest only settings predicted well below it

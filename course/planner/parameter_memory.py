@@ -3,6 +3,7 @@
 `memory.py` adds activations and temporaries (`activation_memory.py`). A `Rank` describes the share of work of one rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +51,24 @@ class Rank:
     def blocks(self) -> int:
         """Number of blocks on this rank, over all chunks."""
         return sum(self.shares)
+
+    @cached_property
+    def mixtures(self) -> int:
+        """Number of these blocks that have experts."""
+        m, p = self.config.model, self.config.parallel
+        if not isinstance(m, GPTConfig) or not m.experts:
+            return 0
+        parts, found = p.pp * p.chunks, 0
+        for chunk, number in enumerate(self.shares):
+            part = chunk * p.pp + self.stage
+            first = part * (m.depth // parts) + min(part, m.depth % parts)
+            found += sum(m.has_experts(block) for block in range(first, first + number))
+        return found
+
+    @property
+    def experts(self) -> int:
+        """Number of the experts' parameters on this rank."""
+        return self.mixtures * expert_weights(self.config) if self.mixtures else 0
 
     @cached_property
     def weights(self) -> tuple[int, int]:
@@ -104,13 +123,40 @@ def norm_weights(c: Config) -> int:
     return 0 if isinstance(m, DiTConfig) else m.dim if isinstance(m, GPTConfig) and m.norm == "rms" else 2 * m.dim
 
 
-def block_weights(c: Config) -> tuple[int, int]:
-    """(weights of a block's four linears, weights of its modulation) on a rank, all divided by tp.
+def block_weights(c: Config, mixture: bool = False) -> tuple[int, int]:
+    """(weights of a block's linears, weights of its modulation or experts, which FP8 leaves in 16 bits) on a rank, all divided by
+    tp. mixture: of a block with experts.
 
     D·(D + K) for queries, keys and values, with K features of keys and values; D² for the output; 2·D·M for the MLP (3 with
-    gates). Modulation: 6·D² for DiT."""
-    D, (q, kv), M = c.model.dim, widths(c), hidden(c)
-    return D * (q + kv) + q * D + (gated(c) + 1) * D * M, D * modulation(c, 6)
+    gates), or for the shared experts. Modulation: 6·D² for DiT."""
+    D, (q, kv), M = c.model.dim, widths(c), shared_hidden(c) if mixture else hidden(c)
+    return D * (q + kv) + q * D + (gated(c) + 1) * D * M, expert_weights(c) if mixture else D * modulation(c, 6)
+
+
+def expert_weights(c: Config) -> int:
+    """Number of weights of a block's experts on a rank: ep and tp divide them."""
+    assert isinstance(c.model, GPTConfig)
+    return (gated(c) + 1) * c.model.dim * c.model.experts * c.model.expert_hidden // c.parallel.ep // c.parallel.tp
+
+
+def fullest_share(c: Config) -> float:
+    """Rows that the experts of the fullest rank take, over the choices of a rank's tokens: `parallel.imbalance`, at most ep and
+    what the experts' capacity lets pass."""
+    assert isinstance(c.model, GPTConfig)
+    share = min(c.parallel.imbalance, c.parallel.ep)                    # without ep all choices of its tokens
+    return min(share, c.model.capacity_factor or share)
+
+
+def shared_hidden(c: Config) -> int:
+    """The width of the shared experts, as one MLP, on a rank."""
+    assert isinstance(c.model, GPTConfig)
+    return c.model.shared_experts * c.model.expert_hidden // c.parallel.tp
+
+
+def over_blocks(rank: Rank, count: Callable[..., float]) -> float:
+    """The sum of a count over all blocks of a rank. count: whether it has experts -> the number of one block."""
+    dense = rank.blocks - rank.mixtures
+    return (dense * count(False) if dense else 0) + (rank.mixtures * count(True) if rank.mixtures else 0)
 
 
 def modulation(c: Config, numbers: int) -> int:
@@ -118,12 +164,16 @@ def modulation(c: Config, numbers: int) -> int:
     return numbers * c.model.dim // c.parallel.tp if isinstance(c.model, DiTConfig) else 0
 
 
-def block_parameters(c: Config) -> int:
-    """Number of parameters of a block on a rank: weights, biases, two norms."""
-    D, (q, kv) = c.model.dim, widths(c)
+def block_parameters(c: Config, mixture: bool = False) -> int:
+    """Number of parameters of a block on a rank: weights, biases, two norms, and a router with experts."""
+    D, (q, kv), router = c.model.dim, widths(c), 0
     biases = q + kv + D + gated(c) * hidden(c) + D + modulation(c, 6)
+    if mixture:
+        assert isinstance(c.model, GPTConfig)
+        router = c.model.experts * (D + (c.model.balance_rate > 0))
+        biases = q + kv + D + (gated(c) * shared_hidden(c) + D) * (c.model.shared_experts > 0)
     has = c.model.bias if isinstance(c.model, GPTConfig) else True
-    return sum(block_weights(c)) + biases * has + 2 * norm_weights(c)
+    return sum(block_weights(c, mixture)) + router + biases * has + 2 * norm_weights(c)
 
 
 def embedding(c: Config) -> tuple[int, int]:
@@ -150,11 +200,12 @@ def head(c: Config) -> tuple[int, int]:
 def count(rank: Rank) -> tuple[int, int]:
     """(weights that may have 16-bit copies, all other parameters) of a rank, as in `zero1.castable_weights`.
 
-    Only linears use the former. Weights whose gradients are completed in float32 count as others: with sequence parallelism those
-    that tp does not split, whose gradients are partial; and a GPT's head, which accumulates its gradient over chunks.
+    Linears and experts use the former. Weights whose gradients are completed in float32 count as others: with sequence
+    parallelism those that tp does not split, whose gradients are partial; and a GPT's head, which sums its gradient over chunks.
     """
     c = rank.config
-    linear, every = rank.blocks * sum(block_weights(c)), rank.blocks * block_parameters(c)
+    linear = int(over_blocks(rank, lambda mixture: sum(block_weights(c, mixture))))
+    every = int(over_blocks(rank, lambda mixture: block_parameters(c, mixture)))
     partial = 0
     tied = isinstance(c.model, GPTConfig) and c.model.tied
     for here, (weights, others), cut in ((rank.first, embedding(c), 0), (rank.last, head(c), c.model.dim * modulation(c, 2))):
@@ -177,6 +228,17 @@ def replicas(c: Config) -> int:
 def shard_size(c: Config) -> int:
     """Number of ranks over which optimizer states are sharded, from stage 2 on also gradients, in stage 3 also weights."""
     return (c.parallel.shard or replicas(c)) if c.parallel.zero else 1
+
+
+def per_share(rank: Rank, every: float, experts: float) -> float:
+    """What a rank has of the numbers that ZeRO shards, `every` before it does, of which `experts` belong to experts.
+
+    These are sharded over the ranks that hold the same experts: dp x cp / ep.
+    """
+    c = rank.config
+    if c.parallel.ep == 1:
+        return every / shard_size(c)
+    return (every - experts) / shard_size(c) + experts / (max(replicas(c) // c.parallel.ep, 1) if c.parallel.zero else 1)
 
 
 def stage(c: Config) -> int:
@@ -225,14 +287,14 @@ def states(rank: Rank) -> float:
     rest. In stages 2 and 3 all parameters have masters."""
     c = rank.config
     each = 2 if c.optim.adam or c.optim.name == "muon" else 1 if c.optim.momentum else 0
-    spared = rank.blocks * sum(block_weights(c)) if c.optim.name == "muon" else 0
-    masters = sum(rank.weights) if stage(c) >= 2 else narrow(rank)
-    return (each * sum(rank.weights) - spared + masters) * wide(c) / shard_size(c)
+    spared = over_blocks(rank, lambda mixture: sum(block_weights(c, mixture))) - rank.experts if c.optim.name == "muon" else 0
+    masters, own = (sum(rank.weights), rank.experts) if stage(c) >= 2 else (narrow(rank), rank.experts * narrow_weights(c))
+    return per_share(rank, each * sum(rank.weights) - spared + masters, each * rank.experts + own) * wide(c)
 
 
 def average(rank: Rank) -> float:
     """Bytes of the moving average with optim.ema: 4 per parameter that this rank updates."""
-    return sum(rank.weights) * wide(rank.config) / shard_size(rank.config) if rank.config.optim.ema else 0.0
+    return per_share(rank, sum(rank.weights), rank.experts) * wide(rank.config) if rank.config.optim.ema else 0.0
 
 
 def copies(rank: Rank, live: float) -> float:
@@ -244,7 +306,8 @@ def copies(rank: Rank, live: float) -> float:
     c = rank.config
     if c.precision not in LOW_PRECISION:
         return 0.0
-    four, modulated = block_weights(c)
+    four = over_blocks(rank, lambda mixture: block_weights(c, mixture)[0]) / rank.blocks
+    modulated = over_blocks(rank, lambda mixture: block_weights(c, mixture)[1]) / rank.blocks           # or experts
     casts = 0 if narrow_weights(c) else 2
     if c.train.recompute != "none":
         return min(live, rank.blocks) * casts * (four + modulated) if not c.compile and c.precision != "fp8" else 0.0

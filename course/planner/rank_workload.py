@@ -1,7 +1,7 @@
 """Turn a configuration into the workload of one rank: tokens, bytes, linears and process groups.
 
     local = workload_of(load("gpt-1.3b", ["parallel.tp=2"]), hardware.load("h200"), gpus=2)
-    linears(local.m)                     # of a block (course/models/linears.py); `linear_time` gives the seconds of one
+    block_linears(local.m)               # of a block (course/models/linears.py); `linear_time` gives the seconds of one
 
 `block_time.py` and `step_time.py` compute everything from a `RankWorkload`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from course.config import Config, Parallel
-from course.config.axes import AXES
+from course.config.axes import AXES, check_ep
 from course.config.validation import context_method
 from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
@@ -22,7 +22,7 @@ from course.planner.collectives import Group
 from course.planner.hardware import Hardware
 from course.planner.host_overhead import Host, host_of
 from course.planner.kernel_efficiency import BYTES, Kernels, kernels_of
-from course.planner.parameter_memory import narrow_weights, own_masters, tokens_of
+from course.planner.parameter_memory import fullest_share, narrow_weights, own_masters, tokens_of
 from course.utils.errors import CourseError
 
 Moved = list[tuple[str, float]]                     # (kind of memory-bound kernel, bytes)
@@ -69,6 +69,22 @@ class RankWorkload:
     def rest(self) -> float:
         """Tokens per micro-batch on this rank, between attention and MLP: sequence parallelism splits these over tp."""
         return self.micro * math.ceil(tokens_of(self.config) / (self.p.tp if self.p.sp else 1))
+
+    @property
+    def mixtures(self) -> float:
+        """Share of the blocks that have experts."""
+        m = self.m
+        return m.depth // m.moe_every / m.depth if isinstance(m, GPTConfig) and m.experts else 0.0
+
+    @property
+    def choices(self) -> float:
+        """Choices of experts per micro-batch on this rank: top_k for each token."""
+        return self.tokens * self.m.top_k if isinstance(self.m, GPTConfig) else 0.0
+
+    @property
+    def rows(self) -> float:
+        """Rows per micro-batch that the experts of the fullest rank take."""
+        return self.choices * fullest_share(self.config)
 
     @property
     def low(self) -> int:
@@ -148,6 +164,7 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
     if gpus and dp * others != gpus:
         raise CourseError(f"parallel: pp={p.pp} x dp={dp} x cp={p.cp} x tp={p.tp} = {dp * others}, but there are {gpus} GPUs: "
                           f"change an axis, or predict for {dp * others}")
+    check_ep(p.ep, dp * p.cp)
     if t.global_batch % dp:
         raise CourseError(f"train.global_batch={t.global_batch} is not divisible by parallel.dp={dp}: choose a multiple of it")
     hardware.peak(config.precision)
@@ -156,7 +173,7 @@ def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
     kernels = kernels_of(hardware)
     config = replace(config, parallel=replace(p, dp=dp, overlap=overlap_on(replace(p, dp=dp), hardware)))
     return RankWorkload(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
-                 collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves, p.shard))
+                 collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves, p.shard, p.ep))
 
 
 def overlap_on(p: Parallel, hardware: Hardware) -> Literal["auto", "none", "nccl", "symmetric"]:

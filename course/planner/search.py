@@ -30,7 +30,7 @@ from course.config.validation import refusal
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware, unsupported
 from course.planner.infeasible import TooLarge, no_layout, nothing_fits, too_large
-from course.planner.memory import Memory, check_predictable
+from course.planner.memory import Memory
 from course.planner.rank_workload import workload_of
 from course.planner.search_space import (
     FREE,
@@ -40,6 +40,7 @@ from course.planner.search_space import (
     all_variants,
     changed,
     context_choices,
+    expert_choices,
     get_value,
     least_memory_variants,
     micro_batch_sizes,
@@ -115,7 +116,6 @@ def find_layouts(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[
     top: when slow layouts are skipped, keep at least this many that fit; 0: the `REFINED` fastest.
     Raises `CourseError` for a wrong argument or unsupported format, or if no layout divides model and batch, or none fits.
     """
-    check_predictable(config)
     if gpus < 1:
         raise CourseError(f"--gpus {gpus}: a model needs one GPU at least")
     if not 0 <= free < 1:
@@ -193,7 +193,8 @@ def least_step_time(config: Config, chunks: int, micro: int, work: float) -> flo
 def lower_bound(asked: SearchRequest, start: Config) -> float:
     """A lower bound on the step time of every variant of a layout, from the work of its largest micro-batch."""
     sizes = micro_batch_sizes(asked, start)
-    work = LEAST_SAMPLE_TIME * work_of(asked, start, sizes[-1]) / sizes[-1] * sizes[0] if sizes[-1] else work_of(asked, start, 0)
+    work = min(work_of(asked, changed(start, {"parallel.ep": ep}), sizes[-1]) for ep in expert_choices(asked, start))
+    work *= LEAST_SAMPLE_TIME / sizes[-1] * sizes[0] if sizes[-1] else 1.0
     return min(least_step_time(start, chunks.get("parallel.chunks", start.parallel.chunks), sizes[0], work)
                for chunks in schedule_choices(asked, start))
 

@@ -19,15 +19,16 @@ from course.config import Config
 from course.config.axes import AXES
 from course.config.schema import as_text
 from course.config.validation import batch_rule, pipeline_rule, refusal, tensor_rule
+from course.models import GPTConfig
 from course.planner import collectives, memory, parameter_memory, step_time
 from course.planner.hardware import Hardware
 
 # keys that the search chooses unless the user fixes them
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "shard",
-                                           "bucket_mb")),
+                                           "ep", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
 # `other_choices` tries all combinations
-WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero", "parallel.shard")
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero", "parallel.shard", "parallel.ep")
 RECOMPUTE = ("none", "selective", "full")           # from fastest to smallest
 # of a GPU's memory: most measured peaks are within this share of the prediction (tests/planner/test_search.py)
 FREE = 0.05
@@ -124,7 +125,7 @@ def bucket_of(asked: SearchRequest, config: Config) -> float:
     """
     p = config.parallel
     all_of_it = parameter_memory.wide(config) * max(sum(rank.weights)
-                                                    for rank in memory.ranks(config, sorted({0, p.pp - 1}))) / 2**20
+                                                    for rank in memory.ranks(config, memory.fullest(config))) / 2**20
     over_nodes = min(BUCKET * p.dp * p.cp, 2 ** math.ceil(math.log2(all_of_it))) if asked.gpus > asked.node else 0
     return asked.values("parallel.bucket_mb", [max(asked.config.parallel.bucket_mb, over_nodes)])[0]
 
@@ -190,9 +191,9 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
 
     Symmetric memory requires the tp ranks to share a node. Keys without effect on a layout stay unchanged.
     """
-    return [{**way, "parallel.context": context, **sharding}
-            for way, context, sharding in product(tensor_parallel_choices(asked, config), context_choices(asked, config),
-                                                  sharding_choices(asked, config))]
+    return [{**way, "parallel.context": context, **sharding, "parallel.ep": ep}
+            for way, context, sharding, ep in product(tensor_parallel_choices(asked, config), context_choices(asked, config),
+                                                      sharding_choices(asked, config), expert_choices(asked, config))]
 
 
 def sharding_choices(asked: SearchRequest, config: Config) -> list[Choice]:
@@ -201,10 +202,20 @@ def sharding_choices(asked: SearchRequest, config: Config) -> list[Choice]:
     ranks = p.dp * p.cp
     if ranks == 1:
         return [{"parallel.zero": p.zero}]
-    near = max(count for count in divisors(ranks) if shard_shares_node(asked, config, count))
+    near = max(count for count in divisors(ranks) if neighbors_share_node(asked, config, count))
     hybrid = [near] if 1 < near < ranks else []
     return [{"parallel.zero": zero, "parallel.shard": shard} for zero in asked.values("parallel.zero", [1, 0, 2, 3])
             for shard in asked.values("parallel.shard", [0, *hybrid] if zero >= 2 else [0])]
+
+
+def expert_choices(asked: SearchRequest, config: Config) -> list[int]:
+    """Ranks of dp x cp over which experts are spread: first those of a node, the most first, then beyond it."""
+    p, m = config.parallel, config.model
+    if not isinstance(m, GPTConfig) or not m.experts:
+        return [p.ep]
+    sizes = [size for size in divisors(p.dp * p.cp) if m.experts % size == 0]
+    near = [size for size in sizes if neighbors_share_node(asked, config, size)]
+    return asked.values("parallel.ep", [*near[::-1], *sizes[len(near):]])
 
 
 def tensor_parallel_choices(asked: SearchRequest, config: Config) -> list[Choice]:
@@ -228,10 +239,10 @@ def tp_shares_node(asked: SearchRequest, config: Config) -> bool:
     return collectives.share_node(((strides(config)["tp"], config.parallel.tp),), asked.hardware, asked.gpus)
 
 
-def shard_shares_node(asked: SearchRequest, config: Config, shard: int) -> bool:
-    """Whether the ranks that share one copy of the parameters share a node, with so many of dp x cp in each group."""
-    inner = math.gcd(shard, config.parallel.cp)
-    dims = sorted(((strides(config)["cp"], inner), (strides(config)["dp"], shard // inner)))
+def neighbors_share_node(asked: SearchRequest, config: Config, size: int) -> bool:
+    """Whether so many neighbors along dp x cp share a node: ranks that share one copy of the parameters, or of the experts."""
+    inner = math.gcd(size, config.parallel.cp)
+    dims = sorted(((strides(config)["cp"], inner), (strides(config)["dp"], size // inner)))
     return collectives.share_node(tuple(dims), asked.hardware, asked.gpus)
 
 

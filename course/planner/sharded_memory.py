@@ -8,6 +8,7 @@ whole for a whole pass, and is reduced last.
 
 from dataclasses import dataclass
 
+from course.config import Config
 from course.models import GPTConfig
 from course.planner.parameter_memory import (
     Rank,
@@ -17,6 +18,8 @@ from course.planner.parameter_memory import (
     head,
     modulation,
     narrow_weights,
+    over_blocks,
+    per_share,
     shard_size,
     small_weights,
     wide,
@@ -50,13 +53,11 @@ class Unit:
 
 
 def units(rank: Rank) -> dict[str, Unit]:
-    """This rank's units by name: embed, block (any), head, and shared, a tied weight whose uses are on this rank."""
+    """This rank's units by name: embed, block (the largest), beside (the block next to it, which may have no experts), head, and
+    shared, a tied weight whose uses are on this rank."""
     c = rank.config
-    linear = sum(block_weights(c))
-    found = {"block": Unit(linear, block_parameters(c) - linear), "embed": Unit(), "head": Unit(), "shared": Unit()}
-    if small_weights(c):                            # but for DiT's modulation, which fp8.keep has
-        four = block_weights(c)[0]
-        found["block"] = Unit(linear - four, block_parameters(c) - linear, four)
+    found = {"block": block_unit(c, rank.mixtures > 0), "beside": block_unit(c, rank.mixtures == rank.blocks),
+             "embed": Unit(), "head": Unit(), "shared": Unit()}
     gpt = isinstance(c.model, GPTConfig)
     partial = c.parallel.sp and c.parallel.tp > 1 and not gpt           # what tp does not split has partial gradients: float32
     if rank.first:
@@ -74,11 +75,20 @@ def units(rank: Rank) -> dict[str, Unit]:
     return found
 
 
+def block_unit(c: Config, mixture: bool) -> Unit:
+    """A block, with experts or without."""
+    linear, others = block_weights(c, mixture)
+    rest = block_parameters(c, mixture) - linear - others
+    # DiT's modulation, which fp8.keep has, and experts do not have 8 bits
+    return Unit(others, rest, linear) if small_weights(c) else Unit(linear + others, rest)
+
+
 def weights(rank: Rank, moment: str) -> float:
     """Bytes of the weights that are whole on a rank at a moment: with the whole pass's, those of two units."""
     c = rank.config
     parts = {name: unit.weights(rank) for name, unit in units(rank).items()}
-    every = rank.blocks * parts["block"] + parts["embed"] + parts["head"] + parts["shared"]
+    every = (over_blocks(rank, lambda mixture: block_unit(c, mixture).weights(rank)) + parts["embed"] + parts["head"]
+             + parts["shared"])
     if c.parallel.zero == 2 or (c.parallel.reshard_after == "step" and moment != "optimizer"):
         return every
     match moment:
@@ -91,9 +101,9 @@ def weights(rank: Rank, moment: str) -> float:
         case "backward" if c.parallel.reshard_after == "backward":
             return every - parts["head"]
         case "backward" | "end":
-            return 2 * parts["block"] + parts["shared"]
+            return parts["block"] + parts["beside"] + parts["shared"]
         case _:
-            return max(parts["head"] + parts["shared"], 2 * parts["block"])
+            return max(parts["head"] + parts["shared"], parts["block"] + parts["beside"])
 
 
 def gradients(rank: Rank, moment: str) -> float:
@@ -101,7 +111,7 @@ def gradients(rank: Rank, moment: str) -> float:
     c, found = rank.config, units(rank)
     ranks, block, shared = shard_size(c), found["block"], found["shared"]
     several = rank.micros > 1
-    share = sum(rank.weights) * wide(c) / ranks * (several or moment in ("end", "optimizer", *MOMENTS))
+    share = per_share(rank, sum(rank.weights), rank.experts) * wide(c) * (several or moment in ("end", "optimizer", *MOMENTS))
     tied = shared.gradients(rank) * (moment in ("backward", "end", "reduce"))
     match moment:
         case "backward":                            # the head's are on their way

@@ -9,19 +9,19 @@ measured steps: how much collectives slow down concurrent matmuls (`block_time.B
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 from course.config import Config
 from course.models import DiTConfig, GPTConfig, ViTConfig
-from course.models.linears import linears
 from course.planner import collectives, flops
 from course.planner.block_time import BESIDE, block_time, ends_time
+from course.planner.collectives import Group
+from course.planner.experts_time import experts_time
 from course.planner.hardware import Hardware
-from course.planner.memory import check_predictable
 from course.planner.muon_time import muon_time, on_rank, sharers
-from course.planner.parameter_memory import block_weights, small_weights
+from course.planner.parameter_memory import block_parameters, block_weights, expert_weights, small_weights
 from course.planner.rank_workload import RankWorkload, workload_of
 from course.utils.errors import CourseError
 
@@ -43,6 +43,7 @@ class Time:
     recompute: float = 0.0                          # recomputation in the backward pass
     optimizer: float = 0.0                          # update, moving average, gradient norm
     tensor: float = 0.0                             # exposed tp collectives
+    dispatch: float = 0.0                           # ep's all-to-alls, and the GPU waiting while the host reads their sizes
     context: float = 0.0                            # exposed cp collectives, and merging of partial results
     data: float = 0.0                               # exposed dp collectives, and the slowdown of matmuls by hidden ones
     send: float = 0.0                               # exposed pipeline messages
@@ -80,10 +81,8 @@ def predict(config: Config, hardware: Hardware, gpus: int = 0, known: Known | No
     """Predict the time of one training step on some hardware. gpus: how many there are, needed for parallel.dp=0.
 
     known: a cache of block times (`blocks_of`), to share between predictions of one model on one hardware.
-    Raises `CourseError` if the layout does not divide batch and GPUs, if the hardware does not support the format, and for a
-    model with experts.
+    Raises `CourseError` if the layout does not divide batch and GPUs, or if the hardware does not support the format.
     """
-    check_predictable(config)
     return time_of(workload_of(config, hardware, gpus), known)
 
 
@@ -99,18 +98,18 @@ def time_of(local: RankWorkload, known: Known | None = None) -> Time:
     each_micro_batch = busiest["forward"] + busiest["backward"]
     total = {name: local.micros * value for name, value in busiest.items()}
     most = layers[0]
-    weights = parameters_of_rank(local, most, first=True)
+    weights, experts = parameters_of_rank(local, most, first=True), spread_experts(local, most)
     if local.micros > 1:                            # accumulate gradients; the sum of 16-bit ones starts as a cast
         cast, added = (6, 10) if local.masters else (0, 12)
         total["memory"] += local.seconds([("elementwise", (cast + (local.micros - 1) * added) * weights)])
-    data, hidden = data_time(local, weights, busiest["backward"], busiest["forward"])
+    data, hidden = data_time(local, weights, experts, busiest["backward"], busiest["forward"])
     data += partial_time(local, most)
     send, bubble = pipeline_time(local, each_micro_batch, ranks)
     parts = {"matmul": total["matmul"], "attention": total["attention"], "memory": total["memory"],
-             "recompute": total["recompute"], "tensor": total["tensor"], "context": total["context"],
-             "optimizer": optimizer_time(local, weights, most), "data": data, "send": send, "bubble": bubble}
-    host = local.host.seconds(c, local.dp, most, local.micros, buckets_of(local, weights))
-    parts["launch"] = max(0.0, host - sum(parts.values()))
+             "recompute": total["recompute"], "tensor": total["tensor"], "dispatch": total.get("dispatch", 0.0),
+             "context": total["context"], "optimizer": optimizer_time(local, weights, most, experts), "data": data, "send": send,
+             "bubble": bubble}
+    parts["launch"] = launch_time(local, most, weights, sum(parts.values()), local.micros * busiest["forward"])
     parts["loading"] = max(0.0, loading_time(local) - sum(parts.values()))
     samples = c.train.global_batch
     ranks_number = p.pp * local.dp * p.cp * p.tp
@@ -123,10 +122,20 @@ def blocks_of(local: RankWorkload, known: Known) -> tuple[Parts, list[Parts]]:
     differ only in keys that do not change these times."""
     c, p = local.config, local.p
     alike = (c.precision, c.train.recompute, p.tp, p.cp, p.sp, p.overlap, p.context, local.micro, local.casts, local.masters,
-             c.graphs, local.groups["tp"], local.groups["cp"])
+             c.graphs, local.groups["tp"], local.groups["cp"], local.groups["ep"])
     if alike not in known:
-        known[alike] = block_time(local), ends_time(local)
+        known[alike] = mean_block(local), ends_time(local)
     return known[alike]
+
+
+def mean_block(local: RankWorkload) -> Parts:
+    """The parts of a block; with experts in some of the blocks, their mean."""
+    share = local.mixtures
+    kinds = [(1 - share, block_time(local))] if share < 1 else []
+    if share:
+        kinds += [(share, block_time(local, True)), (share, experts_time(local))]
+    names = dict.fromkeys(name for _, parts in kinds for name in parts)
+    return {name: sum(weight * parts.get(name, 0.0) for weight, parts in kinds) for name in names}
 
 
 @cache
@@ -146,13 +155,25 @@ def rank_time(block: dict[str, float], layers: int, ends: list[dict[str, float]]
     return {name: layers * value + sum(end.get(name, 0.0) for end in ends) for name, value in block.items()}
 
 
+def launch_time(local: RankWorkload, layers: int, weights: float, work: float, forward: float) -> float:
+    """Seconds that the GPU waits for launches. work: seconds of the step's kernels and collectives; forward: of forward passes.
+
+    The host runs ahead of the GPU. In a forward pass with experts it cannot, since it reads numbers of rows. Such a pass waits
+    for its own launches, half of the blocks'. With recomputation the backward pass is one, too."""
+    host, ends = (local.host.seconds(local.config, local.dp, blocks, local.micros, buckets_of(local, weights))
+                  for blocks in (layers, 0))
+    if not local.mixtures or local.config.train.recompute != "none":
+        return max(0.0, host - work)
+    launches = (host - ends) / 2
+    return max(0.0, launches - forward) + max(0.0, host - launches - (work - forward))
+
+
 # ---- once a step ----
 
 def parameters_of_rank(local: RankWorkload, layers: int, first: bool) -> float:
     """Parameters of a rank with `layers` blocks and, if `first`, one end of the model."""
-    m, tp = local.m, local.p.tp
-    of_block = sum(linear.k * linear.n / (tp if linear.cut else 1) + local.bias * linear.n / (tp if linear.cut == "column" else 1)
-                   for linear in linears(m)) + (0 if isinstance(m, DiTConfig) else 4 * m.dim)
+    m, tp, share = local.m, local.p.tp, local.mixtures
+    of_block = (1 - share) * block_parameters(local.config) + (share * block_parameters(local.config, True) if share else 0)
     if isinstance(m, GPTConfig):
         ends = m.vocab / tp * m.dim * (1 if m.tied or local.p.pp > 1 else 2) + m.context * m.dim * (m.position == "learned")
     else:
@@ -163,17 +184,24 @@ def parameters_of_rank(local: RankWorkload, layers: int, first: bool) -> float:
     return layers * of_block + ends * first
 
 
-def optimizer_time(local: RankWorkload, weights: float, layers: int) -> float:
+def spread_experts(local: RankWorkload, layers: int) -> float:
+    """Of the parameters of a rank with `layers` blocks, those of experts that ep spreads: fewer ranks hold the same ones."""
+    return layers * local.mixtures * expert_weights(local.config) if local.p.ep > 1 else 0.0
+
+
+def optimizer_time(local: RankWorkload, weights: float, layers: int, experts: float = 0.0) -> float:
     """Seconds of the optimizer update, with gradient norm, moving average and FP8 history.
 
     Bytes per parameter: fused Adam reads weight, gradient and two states and writes all but the gradient, 28 (SGD 12, with
     momentum 20). 16-bit gradients save Adam 2, and 16-bit weights cost it 2 more. The norm reads 4, or 2 with 16-bit gradients.
     The moving average reads the weight and reads and writes itself, 12, or 8 in one pass with Adam in Triton
     (`course/ops/fused_adam.py`). With ZeRO each rank updates its shard. Muon's update of the blocks' matrices: `muon_time.py`.
+    experts: as in `data_time`; ZeRO shards them over fewer ranks.
     Three all-reduces of a few numbers (batch weight, norm, flags) cost only latency.
     """
     o, c = local.config.optim, local.config
-    mine, muon = weights / sharers(local), o.name == "muon"
+    mine, muon = (weights - experts) / sharers(local), o.name == "muon"
+    mine += experts / (local.groups["expert_dp"].size if local.p.zero else 1)
     hand = o.adam and c.kernels == "triton"
     each = (28 if o.adam or muon else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
     each += 2 * (local.masters and local.micros > 1)                    # with one micro-batch, 16-bit gradients offset this
@@ -196,7 +224,22 @@ def buckets_of(local: RankWorkload, weights: float) -> int:
     return max(1, min(most, math.ceil(local.gradient * weights / max(1.0, p.bucket_mb * 2**20))))
 
 
-def data_time(local: RankWorkload, weights: float, backward: float, forward: float) -> tuple[float, float]:
+def data_time(local: RankWorkload, weights: float, experts: float, backward: float, forward: float) -> tuple[float, float]:
+    """(exposed, hidden) seconds of averaging gradients. experts: of the weights, those that ep spreads, whose gradients are
+    averaged over dp x cp / ep ranks."""
+    c, share, small = local.config, local.mixtures, 0.0
+    if small_weights(c):                            # gathered in 8 bits
+        each = (1 - share) * block_weights(c)[0] + (share * block_weights(c, True)[0] if share else 0)
+        small = local.m.depth // local.p.pp * each
+    shown, hidden = average_time(local, weights - experts, small, backward, forward)
+    if experts:
+        groups = local.groups | {"dp_cp": local.groups["expert_dp"], "shard": local.groups["expert_dp"], "replicate": Group(1)}
+        more, beside = average_time(replace(local, groups=groups), experts, 0.0, backward, forward)
+        shown, hidden = shown + more, hidden + beside
+    return shown, hidden
+
+
+def average_time(local: RankWorkload, weights: float, small: float, backward: float, forward: float) -> tuple[float, float]:
     """(exposed, hidden) seconds of averaging gradients over dp x cp, `local.gradient` bytes per parameter.
 
     All buckets but the last overlap with the last micro-batch's backward pass and slow it down (`BESIDE`); gradients are copied
@@ -204,7 +247,7 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
     """
     p, group, size = local.p, local.groups["dp_cp"], local.gradient * weights
     if p.zero >= 2:
-        return sharded_time(local, weights, backward, forward)
+        return sharded_time(local, weights, small, backward, forward)
     if group.size == 1 or p.data == "none":
         return 0.0, 0.0
     if p.data == "naive":                           # concatenated, reduced, divided and copied back
@@ -222,8 +265,10 @@ def data_time(local: RankWorkload, weights: float, backward: float, forward: flo
     return copies + shown + BESIDE * (scatter + gather - shown), scatter + gather - shown
 
 
-def sharded_time(local: RankWorkload, weights: float, backward: float, forward: float) -> tuple[float, float]:
+def sharded_time(local: RankWorkload, weights: float, small: float, backward: float, forward: float) -> tuple[float, float]:
     """(exposed, hidden) seconds of the gathers and scatters of stages 2 and 3 (`course/parallel/data_parallel/fsdp.py`).
+
+    small: of the weights, those that are gathered in 8 bits.
 
     Gradients are copied and reduce-scattered after each micro-batch's backward pass, unit by unit. Stage 2 gathers the weights
     once a step; stage 3 for each pass, or for each forward pass, or once (`parallel.reshard_after`). With replicas, each share's
@@ -233,7 +278,6 @@ def sharded_time(local: RankWorkload, weights: float, backward: float, forward: 
     units = local.m.depth // p.pp + 2
     low = 2.0 if local.low == 2 and local.config.precision != "fp8" else float(local.gradient)
     sums = low if p.reduce_in == "matmul" else float(local.gradient)
-    small = local.m.depth // p.pp * block_weights(local.config)[0] if small_weights(local.config) else 0.0      # of 8 bits
     gathered = low * (weights - small) + small
     gather = units * collectives.all_gather(gathered / units, shard)
     scatter = units * collectives.reduce_scatter(sums * weights / units, shard)

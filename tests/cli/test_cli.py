@@ -158,15 +158,16 @@ def test_presets_say_what_they_are(monkeypatch, capsys):
     text = call(monkeypatch, capsys, "presets")[1]
     rows = text.split("\n\n")[0].splitlines()[1:]
     assert sorted(row.split()[0] for row in rows) == config.presets() and max(map(len, text.splitlines())) <= 130
-    told = {row.split()[0]: row.replace("*", " ").split(maxsplit=4)[1:] for row in rows}
-    assert {name for name, words in told.items() if words[1] == "?"} == {name for name in told if "moe" in name}
-    small = [float(words[1]) < 2 for words in told.values() if words[1] != "?"]
+    told = {row.split()[0]: row.replace("*", " ").split(maxsplit=5)[1:] for row in rows}
+    assert {name for name, words in told.items() if words[0] != words[1]} == {name for name in told if "moe" in name}
+    small = [float(words[2]) < 2 for words in told.values()]
     assert small == sorted(small, reverse=True) and sum(small) >= 5     # what a laptop trains comes first
     assert "*" in rows[0] and "*" not in next(row for row in rows if row.startswith("vit-bs2048"))      # what fits here
-    assert told["gpt-7b"][0] == "6.66B" and told["gpt-7b"][2:] == ["random", "GPT-3 6.7B"]
-    assert 16 * 6.66 < float(told["gpt-7b"][1]) < 21 * 6.66             # weights, gradients, two moments: 16 bytes a parameter
-    assert told["vit-demo"][2:] == ["data/weather-32x64", "A forecast on a laptop"] and float(told["vit-demo"][1]) < 1
-    assert all(len(words) == 4 for words in told.values())
+    assert told["gpt-moe-8x7b"][:2] == ["46.7B", "12.9B"]
+    assert told["gpt-7b"][0] == "6.66B" and told["gpt-7b"][3:] == ["random", "GPT-3 6.7B"]
+    assert 16 * 6.66 < float(told["gpt-7b"][2]) < 21 * 6.66             # weights, gradients, two moments: 16 bytes a parameter
+    assert told["vit-demo"][3:] == ["data/weather-32x64", "A forecast on a laptop"] and float(told["vit-demo"][2]) < 1
+    assert all(len(words) == 5 for words in told.values())
 
 
 def test_a_preset_shows_its_settings_as_they_are_typed(monkeypatch, capsys, tmp_path):

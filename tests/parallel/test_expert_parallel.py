@@ -149,16 +149,6 @@ def test_ranks_that_do_not_divide_are_a_sentence():
         ranks(2)(train, ["parallel.ep=2", "parallel.tp=2"], "moe")
 
 
-def test_the_planner_refuses_experts():
-    from course.planner import hardware, memory, search
-
-    c = config.load("gpt-moe-demo")
-    with pytest.raises(CourseError, match="the planner does not predict models with experts"):
-        memory.predict(c)
-    with pytest.raises(CourseError, match="the planner does not predict models with experts"):
-        search.find_layouts(c, hardware.load("h200"), 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["compile=true"], ["precision=bf16"], ["precision=bf16", "compile=true"], ["optim.name=muon"]])
 def test_it_learns_in_other_ways(more):

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,6 +29,8 @@ SMALL = {"vit": ("vit-short", ["data.source=mock", "model.grid=[32,64]", "model.
                                "model.depth=4", "model.heads=4", "train.global_batch=8"]),
          "gpt": ("gpt-demo", ["model.vocab=512", "model.context=128", "model.dim=64", "model.depth=4", "model.heads=4",
                               "model.loss_chunk=128", "train.global_batch=8"]),
+         "moe": ("gpt-moe-demo", ["model.vocab=512", "model.context=128", "model.dim=64", "model.depth=4", "model.heads=4",
+                                  "model.loss_chunk=128", "train.global_batch=8"]),
          "dit": ("dit-demo", ["model.latent=[4,24,24]", "model.dim=64", "model.depth=4", "model.heads=4", "optim.ema=0.99",
                               "train.global_batch=8"])}
 LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.position=rotary", "model.bias=false", "model.tied=false",
@@ -44,13 +47,16 @@ def rank_of(c: Config, stage: int = 0) -> parameter_memory.Rank:
 
 
 LAYOUTS = ["", "tp=2", "tp=2 sp=true", "pp=2", "pp=4 tp=2", "pp=2 schedule=interleaved chunks=2", "cp=2 dp=2"]
+EXPERTS = ["", "dp=2 ep=2", "dp=2 cp=2 ep=4", "pp=2 dp=2 tp=2 sp=true ep=2", "pp=2 schedule=interleaved chunks=2"]
+SPARSE = [*LLAMA, "model.bias=true", "model.moe_every=3", "model.shared_experts=2", "model.balance_rate=0.1"]
 
 
-@pytest.mark.parametrize("spec", LAYOUTS)
-@pytest.mark.parametrize("kind", ["vit", "reference", "gpt", "dit", "llama"])
+@pytest.mark.parametrize(("kind", "spec"), [*product(["vit", "reference", "gpt", "dit", "llama"], LAYOUTS),
+                                            *product(["moe", "sparse"], EXPERTS)])
 def test_every_parameter_of_every_stage_is_counted(kind, spec):
-    more = {"llama": LLAMA, "reference": ["model.head_bias=false"]}.get(kind, [])
-    c = small({"llama": "gpt", "reference": "vit"}.get(kind, kind), *more, *(f"parallel.{key}" for key in spec.split()))
+    more = {"llama": LLAMA, "reference": ["model.head_bias=false"], "sparse": SPARSE}.get(kind, [])
+    kind = {"llama": "gpt", "reference": "vit", "sparse": "moe"}.get(kind, kind)
+    c = small(kind, *more, *(f"parallel.{key}" for key in spec.split()))
     p = c.parallel
     c = replace(c, parallel=replace(p, dp=max(p.dp, 1)))
     size = p.pp * max(p.dp, 1) * p.cp * p.tp
@@ -95,7 +101,7 @@ def kept_by(c: Config) -> float:
     return total
 
 
-EAGER = [(kind, precision) for kind in ("vit", "gpt", "dit") for precision in ("fp32", "bf16", "fp8")]
+EAGER = [(kind, precision) for kind in ("vit", "gpt", "moe", "dit") for precision in ("fp32", "bf16", "fp8")]
 
 
 @pytest.mark.parametrize(("kind", "precision"), EAGER)
@@ -104,7 +110,7 @@ def test_an_eager_block_keeps_what_is_predicted(kind, precision):
     rank = rank_of(c)
     with mock.patch("torch.nn.functional.layer_norm", as_on_a_gpu if precision != "fp32" else F.layer_norm):
         found = kept_by(c)
-    predicted = sum(activation_memory.block(rank).values()) + parameter_memory.copies(rank, 1)
+    predicted = activation_memory.kept(rank) + parameter_memory.copies(rank, 1)
     assert predicted == pytest.approx(found, rel=0.02)              # norms' statistics, biases' casts, DiT's SiLU
 
 
@@ -116,7 +122,7 @@ def compile_by_partitioner(module: torch.nn.Module) -> None:
 COMPILED = [("vit", ""), ("vit", "stream=narrow"), ("vit", "precision=fp32"), ("gpt", "stream=narrow"), ("gpt", "swiglu"),
             ("dit", ""), ("gpt", "stream=narrow precision=fp8 fp8.recipe=current"), ("vit", "train.recompute=selective"),
             ("gpt", "stream=narrow train.recompute=selective"), ("gpt", "train.recompute=full"),
-            ("dit", "train.recompute=selective")]
+            ("dit", "train.recompute=selective"), ("moe", "")]
 
 
 @pytest.mark.parametrize(("kind", "spec"), COMPILED)
@@ -127,7 +133,7 @@ def test_a_compiled_block_keeps_what_is_predicted(kind, spec):
     rank = rank_of(c)
     with mock.patch("torch.nn.Module.compile", compile_by_partitioner):
         found = kept_by(c)
-    predicted = sum(activation_memory.block(rank).values()) + parameter_memory.copies(rank, 1)
+    predicted = activation_memory.kept(rank) + parameter_memory.copies(rank, 1)
     assert predicted == pytest.approx(found, rel=0.02)
 
 
@@ -157,7 +163,9 @@ STEPS = [("vit", "precision=fp32"), ("vit", "precision=bf16"), ("gpt", "precisio
          ("gpt", "precision=fp32 train.micro_batch=2"), ("gpt", "precision=bf16 model.loss_chunk=0"),
          ("gpt", "precision=fp32 train.recompute=selective"), ("gpt", "precision=bf16 train.recompute=full"),
          ("vit", "precision=fp32 train.recompute=full"), ("dit", "precision=bf16 train.recompute=selective"),
-         ("vit", "precision=fp32 model.residual=true"), ("vit", "precision=fp32 model.dropout=0.1")]
+         ("vit", "precision=fp32 model.residual=true"), ("vit", "precision=fp32 model.dropout=0.1"),
+         ("moe", "precision=fp32"), ("moe", "precision=bf16 model.moe_every=2"), ("moe", "precision=bf16 model.mlp=swiglu"),
+         ("moe", "precision=fp32 train.recompute=full")]
 
 
 @pytest.mark.parametrize(("kind", "spec"), STEPS)
@@ -233,6 +241,31 @@ def test_the_fullest_rank_with_sharded_weights(kind, size, spec, more):
     settings = ["precision=bf16", *WIDE, *(f"parallel.{key}" for key in spec.split()), *more.split()]
     found = max(ranks(size)(fullest, kind, settings))
     assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
+
+
+def rows_and_peak(settings: list[str]) -> tuple[int, float]:
+    """(the most rows that this rank's experts take; `peak_of`)."""
+    from course.models.experts import Experts
+    from tests.planner.test_memory import peak_of
+
+    compute, rows = Experts.compute, []
+    with mock.patch.object(Experts, "compute", lambda self, x, counts: rows.append(len(x)) or compute(self, x, counts)):
+        peak = peak_of("moe", settings)
+    return max(rows), peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "spec", "more"), [
+    (2, "dp=2 ep=2", "precision=fp32"), (2, "cp=2 ep=2 context=gather", ""), (2, "dp=2 ep=2 zero=1", "model.dim=256"),
+    (2, "dp=2 ep=2 zero=3", "model.dim=256 model.moe_every=2"), (4, "dp=4 ep=2 zero=3", "model.dim=256"),
+    (4, "dp=2 tp=2 sp=true overlap=none ep=2", "")])
+def test_the_fullest_rank_of_experts(size, spec, more):
+    """With the imbalance that there was."""
+    settings = ["precision=bf16", *more.split(), *(f"parallel.{key}" for key in spec.split())]
+    rows, peaks = zip(*ranks(size)(rows_and_peak, settings), strict=True)
+    balanced = activation_memory.expert_rows(rank_of(small("moe", *settings, "parallel.imbalance=1")))
+    c = small("moe", *settings, f"parallel.imbalance={max(1, max(rows) / balanced)}")
+    assert memory.predict(c).allocated - memory.CUBLAS == pytest.approx(max(peaks), rel=0.08)
 
 
 # where the optimizer's temporaries are the peak
