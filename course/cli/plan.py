@@ -211,7 +211,7 @@ def describe(config: Config, base: Config) -> str:
     if p.zero and p.dp * p.cp > 1:
         words.append(f"ZeRO-{p.zero}" + f" over {p.shard}" * (p.shard > 0))
     if p.ep > 1:
-        words.append(f"experts over {p.ep}")
+        words.append(f"experts over {p.ep}" + ", gathered" * (p.dispatch == "gather"))
     if p.bucket_mb != base.parallel.bucket_mb and p.dp * p.cp > 1:
         words.append(f"{p.bucket_mb:g} MiB a bucket")
     if config.train.recompute != "none":

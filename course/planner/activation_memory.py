@@ -12,9 +12,11 @@ from course.ops.number_formats import LOW_PRECISION
 from course.planner.parameter_memory import (
     Rank,
     block_weights,
+    expert_waits,
     expert_weights,
     fullest_share,
     gated,
+    gathers,
     hidden,
     low,
     modulation,
@@ -112,24 +114,26 @@ def experts(rank: Rank) -> Terms:
     """The activations that a block's router and experts keep: the router's input, in float32; rows sorted by expert, and their
     hidden units; the output of each choice, which its gate multiplies.
 
-    Besides: four tensors of a number for each expert and token, and 8 bytes for each index of a sort."""
+    Besides: four tensors of a number for each expert and token, and 8 bytes for each index of a sort. Compiled blocks compute the
+    gates of hidden units again, unless experts leave their graph."""
     c, m, rows = rank.config, rank.config.model, expert_rows(rank)
     assert isinstance(m, GPTConfig)
-    choices = rank.n * m.top_k
+    choices = rank.n * m.top_k * gathers(c)
+    gates = 0 if c.compile and c.parallel.ep == gathers(c) else gated(c) - 1
     width, routed = m.expert_hidden / c.parallel.tp, rank.s * m.dim * wide(c)
     if low(c) == wide(c) and m.shared_experts and c.parallel.tp == 1:
         routed = 0                                  # the shared experts' input
     return {"router's input": routed, "scores": 4 * rank.s * m.experts * wide(c), "sorted rows": rows * m.dim * low(c),
-            "experts' up": gated(c) * rows * width * low(c), "experts' gate": (gated(c) - 1) * rows * width * low(c),
+            "experts' up": gated(c) * rows * width * low(c), "experts' gate": gates * rows * width * low(c),
             "experts' down": rows * width * low(c), "choices": choices * m.dim * low(c),
-            "order": 8 * (2 * choices + 2 * rows * (c.parallel.ep > 1))}
+            "order": 8 * (2 * choices + 2 * rows * (c.parallel.ep > gathers(c)))}
 
 
 def expert_rows(rank: Rank) -> float:
-    """Rows of a micro-batch that the experts of the fullest rank take."""
-    m = rank.config.model
+    """Rows of a micro-batch for which the fullest rank's experts have memory: with parallel.dispatch=gather all choices."""
+    c, m = rank.config, rank.config.model
     assert isinstance(m, GPTConfig)
-    return rank.n * m.top_k * fullest_share(rank.config)
+    return rank.n * m.top_k * (gathers(c) if gathers(c) > 1 else fullest_share(c))
 
 
 def fused(c: Config) -> bool:
@@ -170,7 +174,7 @@ def selective(rank: Rank, mixture: bool = False) -> Terms:
     M = shared_hidden(c) if mixture else hidden(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
     own = {"experts' up": experts(rank)["experts' up"], "experts' outputs": expert_rows(rank) * D * low(c)} if mixture else {}
-    if c.compile and (mixture or attention_leaves_graph(c)):
+    if c.compile and ((mixture and expert_waits(c)) or attention_leaves_graph(c)):
         return (kept if attention_leaves_graph(c) else only_input(rank)) | own
     put_out = s if c.parallel.overlapped else n
     kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": put_out * D * low(c), "up": gated(c) * n * M * low(c)}
@@ -298,6 +302,7 @@ def block_workspace(rank: Rank, moment: str) -> float:
     again = 0.0
     if c.train.recompute != "none":
         again = sum(everything(rank, mixture).values()) - sum(block(rank, mixture).values())
+        again -= experts(rank)["choices"] if mixture else 0.0           # done before the experts' own backward pass
         # casts of the block's weights
         again += low(c) * sum(block_weights(c, mixture)) if c.precision in LOW_PRECISION and not own_masters(c) else 0
     return max(again, 0) + s * D * stream(c) + max(inner, ring_workspace(rank)) + weight
@@ -305,11 +310,11 @@ def block_workspace(rank: Rank, moment: str) -> float:
 
 def experts_workspace(rank: Rank) -> float:
     """Bytes of the temporaries in the backward pass of a block's experts: the gradient of the hidden units, or those of the rows
-    in the router's format, before and after they are exchanged."""
+    before and after they are exchanged."""
     c, m, rows = rank.config, rank.config.model, expert_rows(rank)
     assert isinstance(m, GPTConfig)
-    exchanged = (rows + rank.n * m.top_k * (c.parallel.ep > 1)) * m.dim * wide(c)
-    return max(gated(c) * rows * m.expert_hidden / c.parallel.tp * low(c), exchanged)
+    exchanged = rows + rank.n * m.top_k * (c.parallel.ep > 1)
+    return max(gated(c) * rows * m.expert_hidden / c.parallel.tp, exchanged * m.dim) * low(c)
 
 
 def ring_workspace(rank: Rank) -> float:

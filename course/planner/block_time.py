@@ -13,7 +13,7 @@ from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear
 from course.planner import collectives
 from course.planner.activation_memory import chunked, fused
-from course.planner.parameter_memory import uneven
+from course.planner.parameter_memory import expert_waits, uneven
 from course.planner.rank_workload import Moved, RankWorkload, linear_time
 
 # The slowdown of matmuls by a concurrent collective, over the collective's time. NCCL occupies up to 32 of 132 multiprocessors on
@@ -44,7 +44,8 @@ def block_time(local: RankWorkload, mixture: bool = False) -> dict[str, float]:
         collectives = modulated if local.p.overlapped else comm
         again = kept + collectives + (0.0 if local.context == "ring" else around)
     leaves = attention_leaves_graph(local.config)
-    if how == "full" or (how == "selective" and local.config.compile and (leaves or mixture)):
+    if how == "full" or (how == "selective" and local.config.compile
+                         and (leaves or (mixture and expert_waits(local.config)))):
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" or mixture else each[3][0]
         again = (forward_mm - spare + around + kept + casts / 2 + comm
                  + (0.0 if how == "selective" and leaves else attend))

@@ -2,17 +2,17 @@
 
     parts = experts_time(local)          # for one micro-batch, in the form of `block_time.block_time`
 
-Experts leave compiled graphs, so PyTorch's operators move rows: into the order of the experts, over ep, and back. Dispatch sends
-rows in the router's format, 32 bits; combine returns 16-bit outputs; in the backward pass, gradients of both kinds travel the
-other way. An all-to-all takes as long as the fullest rank's rows take on its links (`collectives.all_to_all`).
+Dispatch sends rows and combine returns as many; in the backward pass their gradients travel the other way. An all-to-all takes as
+long as the fullest rank's rows take on its links (`collectives.all_to_all`). With parallel.dispatch=gather all tokens are
+gathered, and a reduce-scatter returns the sums.
 
-The host waits for numbers of rows (`waits`), so in the forward pass it cannot run ahead of the GPU.
+The host waits for numbers of rows (`parameter_memory.expert_waits`). In such a forward pass it cannot run ahead of the GPU.
 """
 
 from course.models import GPTConfig
 from course.planner import collectives
 from course.planner.block_time import part, region_time
-from course.planner.parameter_memory import expert_weights
+from course.planner.parameter_memory import expert_waits, expert_weights, gathers
 from course.planner.rank_workload import Moved, RankWorkload
 
 WAIT = 20e-6                                        # seconds from the end of what the host waits for to the next kernel: assumed
@@ -53,51 +53,56 @@ def gated(local: RankWorkload) -> int:
 
 
 def forward_bytes(local: RankWorkload) -> Moved:
-    """The bytes that router and experts read and write in the forward pass, without matmuls."""
-    m, low, wide, choices, rows = local.m, local.low, local.wide, local.choices * local.m.dim, local.rows * local.m.dim
+    """The bytes that router and experts read and write in the forward pass, without matmuls: `course/ops/permutation.py`."""
+    m, low, wide, n, (choices, rows) = local.m, local.low, local.wide, local.rest * local.m.dim, moved_rows(local)
     assert isinstance(m, GPTConfig)
-    inner = local.rows * m.expert_hidden / local.p.tp
-    scores = local.rest * m.experts
-    moved: Moved = [("elementwise", 2 * wide * scores)] * 12            # softmax, choice, sums for the balance
-    moved += [("elementwise", SORT * local.choices)] * 2 + [("copy", 2 * wide * choices)]               # into order
-    moved += [("elementwise", rows * (wide + low) * (low < wide)), ("elementwise", inner * (5 if gated(local) == 2 else 2) * low)]
-    moved += [("copy", 2 * low * choices)] * 2 + [("elementwise", 2 * low * choices)] * 2                # back, gates, sum
+    kind = kind_of(local)
+    moved: Moved = [(kind, 2 * wide * local.rest * m.experts)] * 12     # softmax, choice, sums for the balance
+    moved += [(kind, n * (wide + low) * (low < wide)), ("elementwise", SORT * choices), ("copy", 2 * low * choices * m.dim),
+              (kind, rows * m.expert_hidden / local.p.tp * (1 + gated(local)) * low),
+              ("fused", low * (choices + choices / m.top_k) * m.dim)]
     if local.casts:
         moved += [("elementwise", 6.0 * expert_weights(local.config))]
-    if local.p.ep > 1:                              # by sender and by expert
-        moved += [("elementwise", SORT * local.rows)] * 2 + [("copy", 2 * wide * rows), ("copy", 2 * low * rows)]
+    if local.p.ep > gathers(local.config):          # by sender and by expert
+        moved += [("elementwise", SORT * rows)] * 2 + [("copy", 2 * low * rows * m.dim)] * 2
     return moved
 
 
 def backward_bytes(local: RankWorkload) -> Moved:
-    """The same in the backward pass. Gradients of a gathered row are added to zeros, since it may have been gathered twice."""
-    m, low, wide, choices, rows = local.m, local.low, local.wide, local.choices * local.m.dim, local.rows * local.m.dim
+    """The same in the backward pass."""
+    m, low, wide, n, (choices, rows) = local.m, local.low, local.wide, local.rest * local.m.dim, moved_rows(local)
     assert isinstance(m, GPTConfig)
-    inner = local.rows * m.expert_hidden / local.p.tp
-    moved: Moved = [("elementwise", 2 * wide * local.rest * m.experts)] * 12
-    moved += [("elementwise", 2 * low * choices), ("elementwise", 4 * low * choices)]                    # gates, and theirs
-    moved += [("elementwise", SORT * local.choices)] * 2 + [("shuffle", 3 * low * choices), ("shuffle", 3 * wide * choices)]
-    moved += [("copy", 2 * low * choices), ("elementwise", rows * (wide + low) * (low < wide)),
-              ("elementwise", inner * (8 if gated(local) == 2 else 3) * low)]
+    kind = kind_of(local)
+    moved: Moved = [(kind, 2 * wide * local.rest * m.experts)] * 12
+    moved += [("fused", low * (2 * choices + choices / m.top_k) * m.dim), ("fused", low * (choices + choices / m.top_k) * m.dim),
+              (kind, rows * m.expert_hidden / local.p.tp * (5 if gated(local) == 2 else 3) * low),
+              (kind, n * (wide + low) * (low < wide))]
     if local.casts:
         moved += [("elementwise", 6.0 * expert_weights(local.config))]
-    if local.p.ep > 1:
-        moved += [("copy", 2 * wide * rows), ("copy", 2 * low * rows)]
+    if local.p.ep > gathers(local.config):
+        moved += [("copy", 2 * low * rows * m.dim)] * 2
     return moved
+
+
+def kind_of(local: RankWorkload) -> str:
+    """The kind of kernels between matmuls: compiled unless the host waits for numbers of rows."""
+    return "fused" if local.config.compile and not expert_waits(local.config) else "elementwise"
+
+
+def moved_rows(local: RankWorkload) -> tuple[float, float]:
+    """(choices that are brought into order; rows of the experts): with parallel.dispatch=gather those of all ep ranks' tokens."""
+    ranks = gathers(local.config)
+    return local.choices * ranks, local.choices * ranks if ranks > 1 else local.rows
 
 
 def exchange_time(local: RankWorkload) -> tuple[float, float]:
     """(forward, backward) seconds of dispatch and combine, and of the host's waits. A rank receives its experts' rows and keeps
     those of its own tokens."""
-    m, group = local.m, local.groups["ep"]
-    sizes = collectives.all_to_all(8 * m.experts, group) if isinstance(m, GPTConfig) else 0.0
-    both = sum(collectives.all_to_all(size * local.rows * m.dim, group) for size in (local.wide, local.low))
-    return both + sizes + waits(local) * WAIT, both
-
-
-def waits(local: RankWorkload) -> int:
-    """How often the host waits for the GPU in one forward pass of a block's experts: for the numbers of rows by expert, and of
-    all; with ep for those to send, and for the order of received ones; for the groups of formats other than bf16."""
-    c = local.config
-    grouped = c.precision in ("bf16", "fp8")
-    return 2 + 2 * (local.p.ep > 1) + (0 if grouped else 2)
+    m, group, waiting = local.m, local.groups["ep"], expert_waits(local.config) * WAIT
+    assert isinstance(m, GPTConfig)
+    if gathers(local.config) > 1:
+        whole = local.low * local.tokens * m.dim * local.p.ep
+        both = collectives.all_gather(whole, group) + collectives.reduce_scatter(whole, group)
+        return both + waiting, both
+    both = 2 * collectives.all_to_all(local.low * local.rows * m.dim, group)
+    return both + collectives.all_to_all(8 * m.experts, group) + waiting, both

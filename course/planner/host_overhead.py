@@ -78,9 +78,9 @@ SETTINGS = {
     "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=PLAIN, gpus=2)}
-# settings that no table has so far, estimated: a block with experts calls 135 operators instead of 52, and 22 more with a shared
-# expert, at the cost of the dense block's; an all-to-all of ep costs as much as an all-reduce of tp
-ESTIMATED = {"experts": Cost(block=1.06), "shared": Cost(block=0.28), "ep": Cost(block=0.67)}
+# settings that no table has so far, estimated: a block with experts calls about 110 operators instead of 52, and 22 more with a
+# shared expert, at the cost of the dense block's; an all-to-all of ep costs as much as an all-reduce of tp
+ESTIMATED = {"experts": Cost(block=0.74), "shared": Cost(block=0.28), "ep": Cost(block=0.67)}
 STEP = ("dp", "zero", "pp")                          # cost the same for eager and compiled blocks
 FUSED = ("tf32", "rotary", "swiglu", "rms")          # add no launches to compiled blocks
 # factors for a setting not measured with recomputation: half its cost is the forward pass, which runs again fully or in part

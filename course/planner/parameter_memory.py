@@ -147,6 +147,17 @@ def fullest_share(c: Config) -> float:
     return min(share, c.model.capacity_factor or share)
 
 
+def gathers(c: Config) -> int:
+    """The ep ranks whose tokens each rank gathers, as parallel.dispatch=gather has it; else 1."""
+    return c.parallel.ep if c.parallel.dispatch == "gather" else 1
+
+
+def expert_waits(c: Config) -> int:
+    """How often the host waits in one forward pass of a block's experts, which breaks compiled graphs: for the numbers of rows to
+    send, and for the groups of both matmuls in formats without a grouped kernel."""
+    return (c.parallel.ep > gathers(c)) + 2 * (c.precision not in ("bf16", "fp8"))
+
+
 def shared_hidden(c: Config) -> int:
     """The width of the shared experts, as one MLP, on a rank."""
     assert isinstance(c.model, GPTConfig)
@@ -301,7 +312,8 @@ def copies(rank: Rank, live: float) -> float:
     """Bytes of the blocks' weight casts that backward needs: 2 per weight and micro-batch in flight, since each pass casts.
 
     live: blocks with live activations, over all micro-batches. Native FP8 keeps the transpose, 1 byte. With recomputation,
-    compiled blocks cast again, and eager ones keep autocast's cache until the forward pass ends. 16-bit weights need no casts.
+    compiled blocks and experts cast again, and eager ones keep autocast's cache until the forward pass ends. 16-bit weights need
+    no casts.
     """
     c = rank.config
     if c.precision not in LOW_PRECISION:
@@ -310,6 +322,7 @@ def copies(rank: Rank, live: float) -> float:
     modulated = over_blocks(rank, lambda mixture: block_weights(c, mixture)[1]) / rank.blocks           # or experts
     casts = 0 if narrow_weights(c) else 2
     if c.train.recompute != "none":
+        modulated -= rank.experts / rank.blocks
         return min(live, rank.blocks) * casts * (four + modulated) if not c.compile and c.precision != "fp8" else 0.0
     if small_weights(c):
         return live * 2 * modulated

@@ -193,7 +193,7 @@ def least_step_time(config: Config, chunks: int, micro: int, work: float) -> flo
 def lower_bound(asked: SearchRequest, start: Config) -> float:
     """A lower bound on the step time of every variant of a layout, from the work of its largest micro-batch."""
     sizes = micro_batch_sizes(asked, start)
-    work = min(work_of(asked, changed(start, {"parallel.ep": ep}), sizes[-1]) for ep in expert_choices(asked, start))
+    work = min(work_of(asked, changed(start, spread), sizes[-1]) for spread in expert_choices(asked, start))
     work *= LEAST_SAMPLE_TIME / sizes[-1] * sizes[0] if sizes[-1] else 1.0
     return min(least_step_time(start, chunks.get("parallel.chunks", start.parallel.chunks), sizes[0], work)
                for chunks in schedule_choices(asked, start))

@@ -25,10 +25,11 @@ from course.planner.hardware import Hardware
 
 # keys that the search chooses unless the user fixes them
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "shard",
-                                           "ep", "bucket_mb")),
+                                           "ep", "dispatch", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
 # `other_choices` tries all combinations
-WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero", "parallel.shard", "parallel.ep")
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero", "parallel.shard", "parallel.ep",
+        "parallel.dispatch")
 RECOMPUTE = ("none", "selective", "full")           # from fastest to smallest
 # of a GPU's memory: most measured peaks are within this share of the prediction (tests/planner/test_search.py)
 FREE = 0.05
@@ -191,8 +192,8 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
 
     Symmetric memory requires the tp ranks to share a node. Keys without effect on a layout stay unchanged.
     """
-    return [{**way, "parallel.context": context, **sharding, "parallel.ep": ep}
-            for way, context, sharding, ep in product(tensor_parallel_choices(asked, config), context_choices(asked, config),
+    return [{**way, "parallel.context": context, **sharding, **spread}
+            for way, context, sharding, spread in product(tensor_parallel_choices(asked, config), context_choices(asked, config),
                                                       sharding_choices(asked, config), expert_choices(asked, config))]
 
 
@@ -208,14 +209,16 @@ def sharding_choices(asked: SearchRequest, config: Config) -> list[Choice]:
             for shard in asked.values("parallel.shard", [0, *hybrid] if zero >= 2 else [0])]
 
 
-def expert_choices(asked: SearchRequest, config: Config) -> list[int]:
-    """Ranks of dp x cp over which experts are spread: first those of a node, the most first, then beyond it."""
+def expert_choices(asked: SearchRequest, config: Config) -> list[Choice]:
+    """Ranks of dp x cp over which experts are spread, first those of a node, the most first, then beyond it; and how tokens reach
+    them, by gather only where cp does not cut samples."""
     p, m = config.parallel, config.model
     if not isinstance(m, GPTConfig) or not m.experts:
-        return [p.ep]
+        return [{}]
     sizes = [size for size in divisors(p.dp * p.cp) if m.experts % size == 0]
     near = [size for size in sizes if neighbors_share_node(asked, config, size)]
-    return asked.values("parallel.ep", [*near[::-1], *sizes[len(near):]])
+    return [{"parallel.ep": ep, "parallel.dispatch": how} for ep in asked.values("parallel.ep", [*near[::-1], *sizes[len(near):]])
+            for how in asked.values("parallel.dispatch", ["all_to_all", "gather"][:2 if ep > 1 == p.cp else 1])]
 
 
 def tensor_parallel_choices(asked: SearchRequest, config: Config) -> list[Choice]:

@@ -21,7 +21,13 @@ from course.planner.collectives import Group
 from course.planner.experts_time import experts_time
 from course.planner.hardware import Hardware
 from course.planner.muon_time import muon_time, on_rank, sharers
-from course.planner.parameter_memory import block_parameters, block_weights, expert_weights, small_weights
+from course.planner.parameter_memory import (
+    block_parameters,
+    block_weights,
+    expert_waits,
+    expert_weights,
+    small_weights,
+)
 from course.planner.rank_workload import RankWorkload, workload_of
 from course.utils.errors import CourseError
 
@@ -43,7 +49,7 @@ class Time:
     recompute: float = 0.0                          # recomputation in the backward pass
     optimizer: float = 0.0                          # update, moving average, gradient norm
     tensor: float = 0.0                             # exposed tp collectives
-    dispatch: float = 0.0                           # ep's all-to-alls, and the GPU waiting while the host reads their sizes
+    dispatch: float = 0.0                           # ep's collectives, and the GPU waiting while the host reads their sizes
     context: float = 0.0                            # exposed cp collectives, and merging of partial results
     data: float = 0.0                               # exposed dp collectives, and the slowdown of matmuls by hidden ones
     send: float = 0.0                               # exposed pipeline messages
@@ -122,7 +128,7 @@ def blocks_of(local: RankWorkload, known: Known) -> tuple[Parts, list[Parts]]:
     differ only in keys that do not change these times."""
     c, p = local.config, local.p
     alike = (c.precision, c.train.recompute, p.tp, p.cp, p.sp, p.overlap, p.context, local.micro, local.casts, local.masters,
-             c.graphs, local.groups["tp"], local.groups["cp"], local.groups["ep"])
+             c.graphs, local.groups["tp"], local.groups["cp"], local.groups["ep"], p.dispatch)
     if alike not in known:
         known[alike] = mean_block(local), ends_time(local)
     return known[alike]
@@ -158,11 +164,11 @@ def rank_time(block: dict[str, float], layers: int, ends: list[dict[str, float]]
 def launch_time(local: RankWorkload, layers: int, weights: float, work: float, forward: float) -> float:
     """Seconds that the GPU waits for launches. work: seconds of the step's kernels and collectives; forward: of forward passes.
 
-    The host runs ahead of the GPU. In a forward pass with experts it cannot, since it reads numbers of rows. Such a pass waits
+    The host runs ahead of the GPU, but not in a forward pass with experts in which it reads numbers of rows. Such a pass waits
     for its own launches, half of the blocks'. With recomputation the backward pass is one, too."""
     host, ends = (local.host.seconds(local.config, local.dp, blocks, local.micros, buckets_of(local, weights))
                   for blocks in (layers, 0))
-    if not local.mixtures or local.config.train.recompute != "none":
+    if not local.mixtures or not expert_waits(local.config) or local.config.train.recompute != "none":
         return max(0.0, host - work)
     launches = (host - ends) / 2
     return max(0.0, launches - forward) + max(0.0, host - launches - (work - forward))

@@ -7,7 +7,7 @@ import pytest
 from course.cli import plan, presets
 from course.config import load
 from course.config.validation import refusal
-from course.planner import collectives, experts_time, flops, hardware, memory, step_time
+from course.planner import activation_memory, collectives, experts_time, flops, hardware, memory, step_time
 from course.planner.rank_workload import workload_of
 from course.planner.search import find_layouts
 from course.utils.errors import CourseError
@@ -51,19 +51,34 @@ def test_other_formats_multiply_expert_by_expert():
 
 
 def test_dispatch_takes_as_long_as_its_bytes_on_each_link():
-    """Two GPUs of a node, and two nodes with one each: rows of 4 bytes there, of 2 bytes back, half of them to the other rank."""
+    """Two GPUs of a node, and two nodes with one each: rows of 16-bit numbers there and back, half of them to the other rank."""
     c = moe("parallel.ep=2", "parallel.imbalance=1")
     rows = 4 * c.model.context * 2
     for h in (H200, replace(H200, links=(replace(H200.links[0], span=1), *H200.links[1:]))):
         local = work(c, 2, h)
         link = next(link for link in h.links if link.span != 1)
-        moved = rows * c.model.dim * (4 + 2) / 2
+        moved = rows * c.model.dim * 2 * 2 / 2
         expected = 2 * (collectives.CALL + link.latency) + moved / (0.78 * link.bandwidth)
         there, back = experts_time.exchange_time(local)
         assert back == pytest.approx(expected)
         numbers = collectives.CALL + link.latency + 8 * 8 / 2 / (0.78 * link.bandwidth)         # of rows, for each of 8 experts
-        assert there - back == pytest.approx(numbers + 4 * experts_time.WAIT)
-    assert experts_time.exchange_time(work(moe(), 2)) == (2 * experts_time.WAIT, 0.0)
+        assert there - back == pytest.approx(numbers + experts_time.WAIT)
+    for settings, waits in (([], 0), (["precision=tf32"], 2), (["precision=fp8"], 0)):
+        assert experts_time.exchange_time(work(moe(*settings), 2)) == (waits * experts_time.WAIT, 0.0)
+
+
+def test_gathered_tokens_are_all_moved_and_need_no_wait():
+    """The bytes of all tokens of 4 ranks there and back, and memory for all of their choices."""
+    sent, gathered = (moe("parallel.dp=4", "parallel.ep=4", "parallel.imbalance=1", f"parallel.dispatch={how}")
+                      for how in ("all_to_all", "gather"))
+    there, back = experts_time.exchange_time(work(gathered, 4))
+    size = 2 * 4 * 4 * gathered.model.context * gathered.model.dim
+    assert there == back == pytest.approx(2 * collectives.all_gather(size, work(gathered, 4).groups["ep"]))
+    local = step_time.predict(gathered, H200, 4)
+    assert local.matmul == pytest.approx(step_time.predict(sent, H200, 4).matmul)       # of the same rows
+    rows = [activation_memory.expert_rows(next(memory.ranks(c))) for c in (sent, gathered)]
+    assert rows[1] == 4 * rows[0] == 4 * 4 * 2 * gathered.model.context
+    assert memory.predict(gathered).activations > 2 * memory.predict(sent).activations
 
 
 def test_imbalance_multiplies_the_rows_of_the_fullest_rank():
@@ -91,13 +106,13 @@ def test_ranks_average_and_update_a_share_of_the_experts(zero):
 
 
 def test_a_host_that_waits_in_the_forward_pass_runs_ahead_in_the_backward_pass_alone():
-    local = work(moe("parallel.dp=1", "train.micro_batch=32"), 1)
+    local = work(moe("parallel.dp=1", "train.micro_batch=32", "precision=tf32"), 1)
     host = local.host.seconds(local.config, 1, 24, 1, 1)
     launches = (host - local.host.seconds(local.config, 1, 0, 1, 1)) / 2
     long = 10 * host
     assert step_time.launch_time(local, 24, 1e6, long, 0.0) == pytest.approx(launches)
     assert step_time.launch_time(local, 24, 1e6, long, long) == pytest.approx(host - launches)
-    for more in (["train.recompute=full"], ["model.experts=0"]):        # the backward pass waits, too; nothing waits
+    for more in (["train.recompute=full", "precision=tf32"], []):       # the backward pass waits, too; in bf16 nothing waits
         other = work(moe("parallel.dp=1", "train.micro_batch=32", *more), 1)
         assert step_time.launch_time(other, 24, 1e6, long, 0.0) == 0
 

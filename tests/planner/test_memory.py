@@ -258,7 +258,7 @@ def rows_and_peak(settings: list[str]) -> tuple[int, float]:
 @pytest.mark.parametrize(("size", "spec", "more"), [
     (2, "dp=2 ep=2", "precision=fp32"), (2, "cp=2 ep=2 context=gather", ""), (2, "dp=2 ep=2 zero=1", "model.dim=256"),
     (2, "dp=2 ep=2 zero=3", "model.dim=256 model.moe_every=2"), (4, "dp=4 ep=2 zero=3", "model.dim=256"),
-    (4, "dp=2 tp=2 sp=true overlap=none ep=2", "")])
+    (4, "dp=2 tp=2 sp=true overlap=none ep=2", ""), (2, "dp=2 ep=2 dispatch=gather", "")])
 def test_the_fullest_rank_of_experts(size, spec, more):
     """With the imbalance that there was."""
     settings = ["precision=bf16", *more.split(), *(f"parallel.{key}" for key in spec.split())]

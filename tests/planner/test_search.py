@@ -54,15 +54,17 @@ def every_variant(config, gpus):
         stages = stages if ranks > 1 else [(p.zero, p.shard)]
         long = [axis for axis in search_space.AXES if sizes[axis] > 1]
         orders = ["-".join([*names, *(axis for axis in search_space.AXES if axis not in long)]) for names in permutations(long)]
-        spread = [ep for ep in divisors(ranks) if config.model.experts % ep == 0] if getattr(config.model, "experts", 0) else [1]
-        for (sp, overlap), (schedule, v), context, (zero, shard), order, micro, how, ep in product(
+        spread = [(1, "all_to_all")]
+        if getattr(config.model, "experts", 0):
+            spread += product([ep for ep in divisors(ranks)[1:] if config.model.experts % ep == 0], ["all_to_all", "gather"])
+        for (sp, overlap), (schedule, v), context, (zero, shard), order, micro, how, (ep, dispatch) in product(
                 ways, schedules, contexts, stages, orders, divisors(config.train.global_batch // p.dp), search_space.RECOMPUTE,
                 spread):
             if overlap == "symmetric" and collectives.strides(order, sizes)["tp"] * p.tp > NODE:
                 continue
             c = replace(config, train=replace(config.train, micro_batch=micro, recompute=how),
                         parallel=replace(p, sp=sp, overlap=overlap, schedule=schedule, chunks=v, context=context, zero=zero,
-                                         shard=shard, order=order, ep=ep))
+                                         shard=shard, order=order, ep=ep, dispatch=dispatch))
             if not refusal(c):
                 yield c
 
