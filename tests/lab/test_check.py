@@ -13,6 +13,7 @@ from course.lab.authoring import stubs
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
 from course.lab.exercises import lesson17_performance_model
+from course.lab.sandbox.child import describe_error
 from course.ranks.notebook_ranks import ranks
 from tests.lab import classroom
 
@@ -128,6 +129,13 @@ def test_an_answer_for_one_seed_fails_on_another():
 def test_what_stops_an_answer_is_said(source, words, hint):
     found = verdict("roofline", source)
     assert not found.passed and words in render.text(found) and hint in found.hint
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (ValueError("Global rank 1 is not part of group <ProcessGroup>"), "axis.ranks[i]"),
+    (AttributeError("'InterpreterBuilder' object has no attribute 'get_bf16'"), ".to(tl.float32)")])
+def test_errors_in_the_words_of_a_library_have_a_cure(error, words):
+    assert words in describe_error(error)["cure"]
 
 
 def test_ranks_that_are_late_hear_what_others_did():

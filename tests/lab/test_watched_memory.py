@@ -66,10 +66,36 @@ def test_accesses_elsewhere_are_noticed_and_do_nothing():
     x, y = torch.arange(10.0), torch.zeros(10)
     with watched(x, y) as accesses:
         add_one_kernel[(3,)](x, y, 10, 10**6, 4)
-    assert not accesses.inside and accesses.loads == [0, 0] and torch.equal(y, torch.ones(10))
+    assert not accesses.inside and accesses.loads == [0, 0] and y.isnan().all()         # undefined on a GPU
+    y.fill_(1)
     with watched(x) as accesses:                     # y is not among them
         add_one_kernel[(3,)](x, y, 10, 0, 4)
     assert not accesses.inside and torch.equal(y, torch.ones(10))
+
+
+def test_what_lies_between_the_rows_of_a_slice_is_not_inside():
+    x, y = torch.arange(10.0), torch.zeros(10)
+    for last, inside in ((9, False), (10, True)):
+        with watched(x[:last], y) as accesses:
+            add_one_kernel[(3,)](x, y, 10, 0, 4)
+        assert accesses.inside is inside and accesses.loads[0] == 10
+
+
+@triton.jit
+def masked_half_kernel(x, y, BLOCK: tl.constexpr):
+    """Copy 2 BLOCK elements, the first half of them without a mask, of the second half the first two."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at))
+    tl.store(y + BLOCK + at, tl.load(x + BLOCK + at, mask=at < 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_loads_with_a_mask_are_counted_and_the_rest_is_no_number(dtype):
+    x, y = torch.arange(8).to(dtype), torch.zeros(8, dtype=dtype)
+    with watched(x, y) as accesses:
+        masked_half_kernel[(1,)](x, y, 4)
+    assert accesses.loads == [6, 0] and accesses.masked_loads(0) == 2
+    assert torch.equal(y[:6], x[:6]) and y[6:].isnan().tolist() == [dtype.is_floating_point] * 2
 
 
 def test_kernels_run_as_before_after_watching():

@@ -61,6 +61,7 @@ UNWRITTEN = "it is not written yet"
 TRAINING_LOSSES = ("losses", "trained")              # suffixes of outputs that are the losses of a training
 HIDDEN_ERRORS = {                                    # what stopped an answer, without quoting the answer
     "InvalidReturn": "what your code returned cannot be used: compare its type and shape with what the docstring says",
+    "DoesNotCompile": "its kernel runs in the interpreter, but does not compile for a GPU",
     "ranks": "the ranks did not meet in the same collectives",
     "late": "it took too long",
     "ended": "it ended before it returned anything",
@@ -282,7 +283,7 @@ def describe_stop(exercise: Exercise, run: Run) -> str:
         return f"it calls `{name}`, which is not written yet"
     if is_unwritten(run.kind, run.error):
         return UNWRITTEN
-    return run.error if run.kind in ("InvalidReturn", "ranks") else f"it stopped: {run.error}"
+    return run.error if run.kind in ("InvalidReturn", "DoesNotCompile", "ranks") else f"it stopped: {run.error}"
 
 
 def earlier_unwritten(exercise: Exercise, run: Run) -> str:
@@ -306,16 +307,27 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     if run.kind in ("ended", "late"):
         seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
         return f"seen here before: {seen}. Else {ENDED_HINT}" if seen and run.kind == "late" else ENDED_HINT
-    looking()
-    slips = reference_runs(exercise.name, seed, hidden, size)[1:]
-    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # code lines included
-             for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True)
-             if slip.error and comparable_line(slip.error) == comparable_line(run.error)}
-    if alike:
-        return HINT_SEPARATOR.join(hint for hint, ratio in alike.items() if ratio == max(alike.values()))
+    if hint := hint_for_known_stop(exercise, run, seed, hidden, size, looking):
+        return hint
     if run.kind == "ranks":
         return diagnosis.diagnose_collectives(run.error)
     return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
+
+
+def hint_for_known_stop(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
+    """The hints of the known mistakes that stop with the same error, at the most similar line; "" if there is none.
+
+    Where no known mistake stops with this kind of error, it runs none: a misspelled name needs no search.
+    """
+    mistakes = comparable_mistakes(exercise, run.kind)
+    if not mistakes:
+        return ""
+    looking()
+    slips = reference_runs(exercise.name, seed, hidden, size, run.kind)[1:]
+    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # code lines included
+             for mistake, slip in zip(mistakes, slips, strict=True)
+             if slip.error and comparable_line(slip.error) == comparable_line(run.error)}
+    return HINT_SEPARATOR.join(hint for hint, ratio in alike.items() if ratio == max(alike.values()))
 
 
 def comparable_line(error: str) -> str:
@@ -324,9 +336,9 @@ def comparable_line(error: str) -> str:
                   (error.splitlines() or [""])[0][:MAX_COMPARED])
 
 
-def comparable_mistakes(exercise: Exercise) -> list[Mistake]:
-    """The known mistakes that return something to compare with."""
-    return [mistake for mistake in known_mistakes(exercise) if not mistake.silent]
+def comparable_mistakes(exercise: Exercise, stops: str = "") -> list[Mistake]:
+    """The known mistakes that an answer can be compared with, or those of them that stop with this kind of error."""
+    return [mistake for mistake in known_mistakes(exercise) if not mistake.silent and stops in ("", mistake.stops)]
 
 
 @lru_cache(maxsize=64)
@@ -336,10 +348,10 @@ def expected_run(name: str, seed: int, hidden: bool, size: int) -> Run:
 
 
 @lru_cache(maxsize=64)
-def reference_runs(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
-    """The runs of the right answer and then of each comparable mistake on these inputs."""
+def reference_runs(name: str, seed: int, hidden: bool, size: int, stops: str = "") -> tuple[Run, ...]:
+    """The runs of the right answer and then of each comparable mistake on these inputs. stops: see `comparable_mistakes`."""
     exercise = find(name)
-    sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable_mistakes(exercise))]
+    sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable_mistakes(exercise, stops))]
     return run_trusted(name, sources, seed, hidden, size)
 
 
@@ -435,15 +447,17 @@ def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Ten
     """Run (answer, inputs) pairs one after another on `size` ranks, in one process separate from this one."""
     limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(answers))
     with temporary_folder() as folder:
-        job = {"exercise": exercise.name, "module": exercise.program.__module__, "answers": len(answers), "ranks": size,
-               "seconds": RANK_SECONDS}
+        kernels = exercise.needs_triton
+        job = {"exercise": exercise.name, "module": exercise.program.__module__, "kernels": kernels, "answers": len(answers),
+               "ranks": size, "seconds": RANK_SECONDS}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         for number, (pieces, inputs) in enumerate(answers):
             save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / f"inputs-{number}.safetensors")
             (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))), encoding="utf-8")
         package = blanked_package(exercise.objects)
-        outcome = sandbox.run([sys.executable, "-m", "course.lab.sandbox.child", str(folder)], folder, [package],
-                            {"PYTHONPATH": str(package), triton_language.INTERPRET: "1"}, limits, layers, START_VARIABLE)
+        environment = {"PYTHONPATH": str(package), triton_language.INTERPRET: "0" if kernels else "1"}
+        outcome = sandbox.run([sys.executable, "-m", "course.lab.sandbox.child", str(folder)], folder, [package], environment,
+                              limits, layers, START_VARIABLE)
         runs = [with_weighed_outputs(exercise, inputs, read_run(folder, number, size, outcome, exercise))
                 for number, (_, inputs) in enumerate(answers)]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], outcome

@@ -86,7 +86,7 @@ class Exercise:
     @property
     def needs_triton(self) -> bool:
         """Whether the answer is a Triton kernel."""
-        return "@triton.jit" in stubs.answer_source(*self.objects)
+        return has_kernel(self.objects)
 
     @property
     def version(self) -> str:
@@ -97,13 +97,20 @@ class Exercise:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@cache
+def has_kernel(objects: tuple[str, ...]) -> bool:
+    """Whether one of these library objects is a Triton kernel. Cached: CPython 3.11 cannot parse in two threads at once."""
+    return "@triton.jit" in stubs.answer_source(*objects)
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A known wrong answer: the right one with a piece of its source replaced, and the hint for it.
 
     A check compares the answer's outputs with those of each mistake, so the hint goes only to learners who made this mistake.
-    `by` names outputs that are enough to identify it, such as which collectives sent too much. A `silent` mistake returns
-    nothing to compare with: it stops, or it hangs (`waits`).
+    `by` names outputs that are enough to identify it, such as which collectives sent too much. `stops` is the kind of error with
+    which it stops: an answer is compared with it only if it stops in this way. A `silent` mistake returns nothing to compare
+    with: it stops, or it hangs (`waits`).
     """
 
     name: str                                        # "a sum for a mean"
@@ -111,6 +118,7 @@ class Mistake:
     new: str                                         # its replacement
     hint: str
     by: tuple[str, ...] = ()
+    stops: str = ""                                  # an exception's name, or "ranks"
     silent: bool = False
     waits: bool = False
 

@@ -21,6 +21,7 @@ class Visit(NamedTuple):
     tensor: int                                      # which of the watched tensors
     elements: np.ndarray                             # offsets in that tensor's memory, in elements; masked ones are left out
     stored: bool = False
+    masked: bool = False                             # whether it had a mask
 
     @property
     def first(self) -> int:
@@ -34,10 +35,14 @@ class Accesses:
 
     loads: list[int]                                 # elements loaded from each watched tensor
     stores: list[int]                                # elements stored to each
-    inside: bool = True                              # whether all loads and stores were in watched tensors
+    inside: bool = True                              # whether all stayed in watched tensors, not in memory between rows
     programs: list[tuple[int, int, int]] = field(default_factory=list)      # all that ran, in order
     visits: list[Visit] = field(default_factory=list)                       # in order
     pytorch: list[str] = field(default_factory=list)                        # operators that PyTorch computed outside of kernels
+
+    def masked_loads(self, tensor: int) -> int:
+        """Elements loaded from a watched tensor by loads with a mask."""
+        return sum(visit.elements.size for visit in self.visits if visit.tensor == tensor and visit.masked and not visit.stored)
 
 
 class ComputedByPyTorch(TorchDispatchMode):
@@ -54,12 +59,19 @@ class ComputedByPyTorch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def own_elements(x: Tensor) -> np.ndarray:
+    """For each element of a tensor's memory, whether it belongs to the tensor: a slice leaves some out."""
+    own = np.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=bool)
+    np.lib.stride_tricks.as_strided(own[x.storage_offset():], x.shape, x.stride())[...] = True        # one byte each
+    return own
+
+
 @contextmanager
 def watched(*tensors: Tensor) -> Iterator[Accesses]:
     """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own, on the CPU.
 
-    Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere gives zeros, and a store to
-    elsewhere is dropped. Without this the interpreter would crash. Raises `CourseError` where Triton is not installed.
+    Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere is left out, as by a mask, and
+    so is a store to elsewhere. Without this the interpreter would crash. Raises `CourseError` where Triton is not installed.
     """
     if not triton_language.INSTALLED:
         raise triton_language.missing("watching a kernel")
@@ -69,23 +81,34 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
     accesses = Accesses([0] * len(tensors), [0] * len(tensors))
     mode = ComputedByPyTorch(accesses.pytorch)
     load, store, start = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+    load_all, whole = builder.create_load, False     # whole: inside a load without a mask
     launch = GridExecutor.__call__
+    own = list(map(own_elements, tensors))
     bounds = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
 
     def visit(pointers: Any, mask: Any, counts: list[int], stored: bool) -> None:
         owned = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
         within = functools.reduce(operator.or_, owned)
-        accesses.inside = accesses.inside and bool((within == mask.data).all())
+        accesses.inside &= bool((within == mask.data).all())
         mask.data = within
         for i, ours in enumerate(owned):
             counts[i] += int(ours.sum())
             if ours.any():
                 elements = (pointers.data[ours].astype(np.int64) - bounds[i][0]) // tensors[i].element_size()
-                accesses.visits.append(Visit(builder.grid_idx, i, elements, stored))
+                accesses.inside &= bool(own[i][elements].all())
+                accesses.visits.append(Visit(builder.grid_idx, i, elements, stored, not whole))
 
     def watched_load(pointers: Any, mask: Any, *others: Any) -> Any:
         visit(pointers, mask, accesses.loads, False)
         return load(pointers, mask, *others)
+
+    def watched_load_all(*arguments: Any) -> Any:
+        nonlocal whole
+        whole = True
+        try:
+            return load_all(*arguments)
+        finally:
+            whole = False
 
     def watched_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
         visit(pointers, mask, accesses.stores, True)
@@ -102,11 +125,11 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
         finally:
             mode.in_kernel = False
 
-    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    builder.create_load, builder.create_masked_load, builder.create_masked_store = watched_load_all, watched_load, watched_store
     builder.set_grid_idx, GridExecutor.__call__ = watched_start, watched_launch
     try:
         with triton_language.interpreted(), mode:
             yield accesses
     finally:
-        del builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+        del builder.create_load, builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
         GridExecutor.__call__ = launch

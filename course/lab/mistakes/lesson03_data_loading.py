@@ -25,14 +25,15 @@ MISTAKES = {
                 "    while True:\n        if consumed % n + global_batch > n:\n            consumed += n - consumed % n",
                 "the samples at the end of an epoch that do not fill a batch are not dropped: samples_at continues in the next "
                 "epoch"),
-        Mistake("the same order in every epoch", "samples_at(seed, n, consumed, consumed + global_batch)",
-                "np.concatenate([samples_at(seed, n, i % n, i % n + 1) for i in range(consumed, consumed + global_batch)])",
+        Mistake("the same order in every epoch", "samples_at(seed, n, consumed, consumed + global_batch)[mine].tolist()",
+                "[int(samples_at(seed, n, i % n, i % n + 1)[0]) for i in range(consumed, consumed + global_batch)][mine]",
                 "each epoch has its own order, which samples_at derives from the position in the whole stream: do not take the "
                 "position modulo n"),
         Mistake("it ends with the epoch",
                 "while True:",
                 "while consumed + global_batch <= n:",
-                "the batches go on without end: samples_at continues in the next epoch, so the loop needs no condition"),
+                "the batches go on without end: samples_at continues in the next epoch, so the loop needs no condition",
+                stops="IndexError"),
     ),
     "read-ahead": (
         Mistake("one ahead", "range(depth)", "range(1)",
@@ -58,7 +59,7 @@ MISTAKES = {
                 "first = waiting.popleft()\n            batch = END if first.exception() else first.result()",
                 ".result() raises the error of the read: do not catch it"),
         Mistake("a batch that counts as nothing", "if batch is END:", "if batch is END or not batch:",
-                "a batch may be 0 or empty and still be a batch: compare it with END (`is END`)"),
+                "a batch may be 0 or empty and still be a batch: compare it with END (`is END`)", stops="ValueError"),
         Mistake("the latest first", "waiting.popleft()", "waiting.pop()",
                 "the first batch that was requested is yielded first: popleft() takes the oldest, pop() the newest"),
         Mistake("one too many", "range(depth)", "range(depth + 1)",

@@ -74,7 +74,7 @@ MISTAKES = {
         Mistake("the newest is lost", "history[:, :-1]", "history[:, 1:]",
                 "drop the oldest amax, which is the last one: this drops the newest"),
         Mistake("longer and longer", "history[:, :-1]", "history",
-                "the history keeps its length: the newest amax comes in, the oldest goes"),
+                "the history keeps its length: the newest amax comes in, the oldest goes", stops="InvalidReturn"),
         Mistake("the larger one", "amax[:, None], history", "torch.maximum(amax, history[:, 0])[:, None], history",
                 "store each step's own amax: the maximum over the history comes later"),
         Mistake("in place", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
@@ -103,7 +103,8 @@ MISTAKES = {
                 "a zero in a history is not a free place, but a step in which the tensor was zero: the newest amax always goes "
                 "to the front"),
         Mistake("stacked below", "torch.cat([amax[:, None], history[:, :-1]], 1)", "torch.cat([amax[None], history[:-1]], 0)",
-                "rows are tensors and columns are steps: the new amaxes are a column, amax[:, None], concatenated along dim 1"),
+                "rows are tensors and columns are steps: the new amaxes are a column, amax[:, None], concatenated along dim 1",
+                stops="RuntimeError"),
         Mistake("rolled the wrong way",
                 "return torch.cat([amax[:, None], history[:, :-1]], 1)",
                 "new = history.roll(-1, 1)\n    new[:, 0] = amax\n    return new",
@@ -133,7 +134,8 @@ MISTAKES = {
         Mistake("one for all", "history.amax(1)", "history.amax().expand(len(history))",
                 "each tensor has its own scale: take the largest amax of each row, not of all tensors"),
         Mistake("one number", "history.amax(1)", "history.amax()",
-                "amax() without a dim is one number, the largest of all tensors: amax(1) is the largest of each row"),
+                "amax() without a dim is one number, the largest of all tensors: amax(1) is the largest of each row",
+                stops="InvalidReturn"),
         Mistake("clamped", "torch.where(amax > 0, largest / amax, 1.0)", "largest / amax.clamp(min=1e-12)",
                 "clamping makes an enormous scale of an empty history, and the next tensor is clamped everywhere: the scale "
                 "must be 1 there",
@@ -157,6 +159,6 @@ MISTAKES = {
         Mistake("the median", "history.amax(1)", "history.median(1).values",
                 "with the median, half of the steps would be clamped: the largest amax has to fit"),
         Mistake("the largest of each step", "history.amax(1)", "history.amax(0)",
-                "amax(0) reduces over the tensors: a row is a tensor, and its largest amax is amax(1)"),
+                "amax(0) reduces over the tensors: a row is a tensor, and its largest amax is amax(1)", stops="InvalidReturn"),
     ),
 }

@@ -53,7 +53,7 @@ MISTAKES = {
                 "            self.calls = self.warm\n            return results\n",
                 "the warm-up steps change the weights: run one step per call, on the batch of that call"),
         Mistake("one call too many", "if self.calls <= self.warm:", "if self.calls <= self.warm + 1:",
-                "count the calls again: `warm` calls run eagerly, and the next one captures"),
+                "count the calls again: `warm` calls run eagerly, and the next one captures", stops="CourseError"),
         Mistake("a name that is missing",
                 "kinds(batch) != kinds(self.batch)",
                 "any(name not in self.batch or kinds({name: tensor}) != kinds({name: self.batch[name]}) for name, tensor "
@@ -64,7 +64,7 @@ MISTAKES = {
     "decided-on-device": (
         Mistake("an if on the loss", f"        {UPDATE}", "        if good:\n            state.weight -= rate * gradient",
                 "a capture must not contain an `if`, min() or .item() on a tensor: compute both outcomes, choose with "
-                "torch.where, write the result in place"),
+                "torch.where, write the result in place", stops="CourseError"),
         Mistake("the name moved on", UPDATE, f"state.weight = {CHOICE}.requires_grad_()",
                 "this makes a new tensor, and replays keep reading the old one: write into `state.weight` with copy_"),
         Mistake("infinity is a number", "loss.isfinite()", "~loss.isnan()",
@@ -112,13 +112,14 @@ MISTAKES = {
                 "the ratio counts: compare with (1 + least) times the graphed step"),
         Mistake("launches that grow", "[launch] * len(works)", "[batch * launch] * len(works)",
                 "a launch takes the same time for every batch: only the GPU's work grows"),
-        Mistake("the largest", "            return batch\n    return 0", "            found = batch\n    return found",
+        Mistake("the largest", "            return batch\n    return 0",
+                "            largest = batch\n    return locals().get('largest', 0)",
                 "the smallest batch is asked for: return the first one that you find"),
         Mistake("the last that gains", "            return batch", "            return batch - 1",
                 "this is the largest batch that still gains enough: return the next one"),
         Mistake("nothing where nothing is found", "\n    return 0", "",
                 "if none of the thousand batches gains that little, the loop ends, and a function without `return` returns "
-                "None: return 0"),
+                "None: return 0", stops="InvalidReturn"),
         Mistake("a hundred batches", "range(1, 1001)", "range(1, 101)",
                 "the batches go up to 1000: range(1, 1001)"),
         Mistake("a share of the eager step", "(1 + least) * graphed_time(scaled, once, gap)",

@@ -77,7 +77,7 @@ MISTAKES = {
                 "    pieces = [flat[i * each:(i + 1) * each] for i in range(axis.size)]", ROUNDED),
         Mistake("fewer pieces than ranks", "total.view(-1).tensor_split(axis.size)", "total.view(-1).chunk(axis.size)",
                 "there are fewer pieces than ranks. `chunk` and `split` may return fewer than n pieces. tensor_split(n) always "
-                "returns n, some of them empty"),
+                "returns n, some of them empty", stops="IndexError"),
         Mistake("a second round that counts up", "at = (axis.rank - step) % axis.size",
                 "at = (axis.rank - step if step < axis.size - 1 else axis.rank + step - axis.size + 2) % axis.size", SECOND),
         Mistake("a second round from the left piece", "at = (axis.rank - step) % axis.size",
@@ -86,7 +86,7 @@ MISTAKES = {
                 ROUNDS),
         Mistake("as large as what leaves", "torch.empty_like(pieces[at - 1])", "torch.empty_like(pieces[at])",
                 "pieces differ in size: receive into a tensor as large as the piece that *arrives*, not as the one that you "
-                "send"),
+                "send", stops="ranks"),
         Mistake("along a chain", "    for step in range(2 * (axis.size - 1)):",
                 "    n, rank = axis.size, axis.rank\n    if rank > 0:\n        coming = torch.empty_like(x)\n"
                 "        dist.recv(coming, left, axis.group)\n        total += coming\n"
@@ -179,7 +179,7 @@ MISTAKES = {
         Mistake("no room for the last", "full + parameter.nbytes > size", "full + parameter.nbytes >= size",
                 "a bucket holds up to `size` bytes: a parameter that fills it to the last byte still goes in"),
         Mistake("an empty one first", "buckets: list[list[nn.Parameter]] = []", "buckets: list[list[nn.Parameter]] = [[]]",
-                "if the first parameter is larger than a bucket, this leaves an empty bucket before it"),
+                "if the first parameter is larger than a bucket, this leaves an empty bucket before it", stops="IndexError"),
         Mistake("the last one lost", "return buckets", "return buckets[:-1]",
                 "the last bucket may not be full, but it has to be sent too: keep it when the parameters end"),
         Mistake("an empty one for no parameters", "return buckets", "return buckets or [[]]",

@@ -41,7 +41,8 @@ MISTAKES = {
                 "two norms that do not fit together give a negative number: return it as it is, because it shows that "
                 "something is wrong"),
         Mistake("a root", "return noise / signal", "return (noise / signal)**0.5",
-                "the noise scale is the quotient itself, without a root: numerator and denominator are squared norms"),
+                "the noise scale is the quotient itself, without a root: numerator and denominator are squared norms",
+                stops="InvalidReturn"),
         Mistake("a large batch without noise",
                 "(small - large) / (1 / b - 1 / B)",
                 "(small - large) * b",

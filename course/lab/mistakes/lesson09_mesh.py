@@ -17,7 +17,7 @@ MISTAKES = {
         Mistake("fastest first", 'names = order.split("-")', 'names = order.split("-")[::-1]',
                 "`order` names the slowest axis first: neighboring ranks differ in the last axis"),
         Mistake("counted from 1", "torch.arange(math.prod(sizes.values()))", "torch.arange(math.prod(sizes.values())) + 1",
-                "ranks are counted from 0"),
+                "ranks are counted from 0", stops="ValueError"),
     ),
     "groups": (
         Mistake("no movedim", "grid.movedim(dim, -1).reshape", "grid.reshape",

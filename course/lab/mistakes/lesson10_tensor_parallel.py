@@ -25,9 +25,9 @@ MISTAKES = {
                 "this cuts the matrix into blocks of neighboring rows, so a rank may have queries and no values: cut by heads"),
         Mistake("heads cut through", MINE, "rows.tensor_split(size, 2)[rank].flatten()",
                 "this gives each rank a part of every head, but a head's scores need all of its dims: keep each head on one "
-                "rank"),
+                "rank", stops="InvalidReturn"),
         Mistake("queries alone", MINE, "rows.tensor_split(size, 1)[rank][0].flatten()",
-                "these are rows of the queries only: the heads need their keys and values too"),
+                "these are rows of the queries only: the heads need their keys and values too", stops="InvalidReturn"),
         Mistake("every rank the first heads", "[rank]", "[0]",
                 "every rank gets the heads of rank 0: take the part of `rank`"),
         Mistake("heads dealt like cards", MINE, "rows[:, rank::size].flatten()",
@@ -39,7 +39,8 @@ MISTAKES = {
                 "these are the right rows in another order: all queries come first, because the next operation splits them in "
                 "this order"),
         Mistake("two halves", MINE, "(rows[:, :heads // 2] if rank == 0 else rows[:, heads // 2:]).flatten()",
-                "halves are right for two ranks only: each of `size` ranks has heads // size of the heads"),
+                "halves are right for two ranks only: each of `size` ranks has heads // size of the heads",
+                stops="InvalidReturn"),
         Mistake("rank 1 for all but the first", "[rank]", "[min(rank, 1)]",
                 "every rank but the first gets the rows of rank 1, which is right for two ranks only: take the part of `rank`"),
         Mistake("from the end", "[rank]", "[size - 1 - rank]",
@@ -50,7 +51,7 @@ MISTAKES = {
                 "these are row numbers within q, within k and within v. In the matrix, the keys begin at heads · head_dim, and "
                 "the values at twice that"),
         Mistake("heads, not rows", MINE, "torch.arange(3 * heads).view(3, heads).tensor_split(size, 1)[rank].flatten()",
-                "these are numbers of heads, not of rows: each head has head_dim rows"),
+                "these are numbers of heads, not of rows: each head has head_dim rows", stops="InvalidReturn"),
     ),
     "copy-reduce": (
         Mistake("no all-reduce in the backward pass", "return all_reduce(grad, ctx.axis), None", "return grad, None",
@@ -153,9 +154,9 @@ MISTAKES = {
         Mistake("the bias added in place", "return leave_region(part, self.axis, self.tokens) + bias",
                 "whole = leave_region(part, self.axis, self.tokens)\n        whole += bias\n        return whole",
                 "the result of `leave_region` can be a view, and autograd does not allow writing into it: y + bias makes a new "
-                "tensor, y += bias writes into it"),
+                "tensor, y += bias writes into it", stops="RuntimeError"),
         Mistake("F.linear for every product", "multiply(x, weight", "nn.functional.linear(x, weight",
-                "F.linear bypasses FP8: `multiply` is the function that FP8 replaces by its own product"),
+                "F.linear bypasses FP8: `multiply` is the function that FP8 replaces by its own product", stops="NameError"),
         Mistake("input and weight gathered", ROW, ALL_OF_ROW,
                 "each rank assembles the whole weight and all hidden units, and multiplies everything: tensor parallelism "
                 "avoids exactly this. Multiply with this rank's part, and `leave_region` sums the products",
@@ -170,13 +171,14 @@ MISTAKES = {
                 "the input passes `enter_region` twice, so its gradient is summed twice: call it once"),
         Mistake("an exit at the column linear too", "return multiply(x, weight, bias)",
                 "return leave_region(multiply(x, weight, bias), self.axis, self.tokens)",
-                "a column linear's outputs are different features on each rank, not parts of a sum: do not call `leave_region`"),
+                "a column linear's outputs are different features on each rank, not parts of a sum: do not call `leave_region`",
+                stops="RuntimeError"),
         Mistake("no door at the row linear", ROW,
                 ROW.replace("leave_region(part, self.axis, self.tokens)", "mappings.reduce(part, "
                 "self.axis)")
                 .replace("part = ", "from course.parallel import mappings\n        part = "),
                 "reduce gives every rank all tokens, but with sequence parallelism a rank continues with its own tokens only: "
-                "`leave_region` handles both cases"),
+                "`leave_region` handles both cases", stops="RuntimeError"),
         Mistake("half of the product", ROW, ROW.replace("multiply(x, weight)", "multiply(x, weight) / 2"),
                 "the products are parts of a sum: do not divide by the number of ranks, or by two"),
     ),
@@ -205,12 +207,12 @@ MISTAKES = {
                 "whole = all_gather(grad, ctx.dim, ctx.axis, ctx.n)\n        grad.zero_()\n        return whole, None",
                 "scatter's backward writes into its gradient, which autograd may still need elsewhere"),
         Mistake("dim 1 for every dim", "reduce_scatter(grad, ctx.dim,", "reduce_scatter(grad, 1,",
-                "this always uses dim 1 and ignores `dim`: keep the dim in `ctx` and use it"),
+                "this always uses dim 1 and ignores `dim`: keep the dim in `ctx` and use it", stops="RuntimeError"),
         Mistake("dim and axis kept on the class", "ctx.", "Gather.",
                 "what `forward` keeps for `backward` belongs in `ctx`, which is new for each call: a class attribute holds the "
-                "value of the last call"),
+                "value of the last call", stops="RuntimeError"),
         Mistake("all pieces as long as mine", "ctx.n), None", "grad.shape[ctx.dim] * ctx.axis.size), None",
-                "pieces need not be equally long: keep the total number of rows, x.shape[dim], in `ctx`"),
+                "pieces need not be equally long: keep the total number of rows, x.shape[dim], in `ctx`", stops="ranks"),
         Mistake("zeros around the gradient", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "whole = grad.new_zeros(*grad.shape[:ctx.dim], ctx.n, *grad.shape[ctx.dim + 1:])\n"
                 "        whole.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].copy_(grad)\n        return whole, None",
@@ -233,19 +235,19 @@ MISTAKES = {
                 "pieces",
                 by=("sent_whole",)),
         Mistake("gathered along dim 1", "return all_gather(x, dim, axis, n)", "return all_gather(x, 1, axis, n)",
-                "gather, forward, always uses dim 1 and ignores `dim`"),
+                "gather, forward, always uses dim 1 and ignores `dim`", stops="ranks"),
         Mistake("scattered along dim 1", "return reduce_scatter(x, dim, axis)", "return reduce_scatter(x, 1, axis)",
-                "scatter, forward, always uses dim 1 and ignores `dim`"),
+                "scatter, forward, always uses dim 1 and ignores `dim`", stops="RuntimeError"),
         Mistake("gathered along dim 1 in the backward pass", "return all_gather(grad, ctx.dim,", "return all_gather(grad, 1,",
-                "scatter, backward, always uses dim 1 and ignores `dim`: keep the dim in `ctx`"),
+                "scatter, backward, always uses dim 1 and ignores `dim`: keep the dim in `ctx`", stops="ranks"),
         Mistake("a piece from the end", "return reduce_scatter(x, dim, axis)",
                 "from course.parallel.mappings import all_reduce\n"
                 "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.size - 1 - axis.rank].contiguous()",
-                "rank r has piece r: this counts the pieces from the end"),
+                "rank r has piece r: this counts the pieces from the end", stops="RuntimeError"),
         Mistake("n from its own piece",
                 "return all_gather(x, dim, axis, n)",
                 "return all_gather(x, dim, axis, x.shape[dim] * axis.size)",
                 "gather, forward: the pieces need not be equally long, so n is not the own piece times the number of "
-                "ranks: pass on the n that you are given"),
+                "ranks: pass on the n that you are given", stops="ranks"),
     ),
 }

@@ -20,7 +20,8 @@ MISTAKES = {
         Mistake("no gradient", GATHER, "pairs = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order)) + 0 * pairs.sum()",
                 "no gradient flows back: you cannot rely on PyTorch's collectives for a gradient, but mappings.gather has one"),
         Mistake("a collective without a gradient", GATHER, GATHER.replace("mappings.gather", "mappings.all_gather"),
-                "all_gather alone has no gradient: mappings.gather, your function from lesson 10, has a backward pass"),
+                "all_gather alone has no gradient: mappings.gather, your function from lesson 10, has a backward pass",
+                stops="RuntimeError"),
         Mistake("the gradient of one's own use alone", GATHER,
                 "start, stop = mappings.bounds(len(order), tokens.cp.size, tokens.cp.rank)\n"
                 "    whole = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order))\n"
@@ -34,7 +35,7 @@ MISTAKES = {
                 GATHER + "\n    pairs = pairs.detach() + (pairs - pairs.detach()) / tokens.cp.size",
                 "the gradients of all ranks are summed: do not divide"),
         Mistake("all pieces as long as mine", "len(order))", "pairs.shape[3] * tokens.cp.size)",
-                "pieces need not be equally long: pass the total number of rows to mappings.gather"),
+                "pieces need not be equally long: pass the total number of rows to mappings.gather", stops="ranks"),
         Mistake("zeros around the piece, and an all-reduce", GATHER + "\n    " + IN_ORDER,
                 "whole = pairs.new_zeros(*pairs.shape[:3], len(order), pairs.shape[4])\n"
                 "    whole = whole.index_copy(3, tokens.order(pairs.device)[tokens.cp.rank], pairs)\n"
@@ -48,7 +49,7 @@ MISTAKES = {
         Mistake("the latest first", "order.argsort()", "order.argsort(descending=True)",
                 "this puts the latest token first: the time order begins with position 0"),
         Mistake("along the heads", GATHER, GATHER.replace("pairs, 3,", "pairs, 2,"),
-                "tokens are dim 3 of (2, B, h, T / cp, d): this gathers along the heads"),
+                "tokens are dim 3 of (2, B, h, T / cp, d): this gathers along the heads", stops="ranks"),
         Mistake("pieces of two ranks", IN_ORDER, "quarter = len(order) // 4\n"
                 "    return torch.cat([pairs[:, :, :, :quarter], pairs[:, :, :, 2 * quarter:], pairs[:, :, :, quarter:2 * "
                 "quarter]], 3) "
@@ -120,7 +121,7 @@ MISTAKES = {
         Mistake("3 - rank", PIECES, "torch.cat([pieces[rank], pieces[3 - rank]])",
                 "3 - rank is right for two ranks only, which have four pieces: with 2 size pieces it is 2 size - 1 - rank"),
         Mistake("as many pieces as ranks", "chunk(2 * size)", "chunk(size)",
-                "each rank has two pieces, so there are 2 size pieces"),
+                "each rank has two pieces, so there are 2 size pieces", stops="InvalidReturn"),
         Mistake("one piece too far in front", PIECES, "torch.cat([pieces[rank], pieces[max(2 * size - 2 - rank, 0)]])",
                 "the last piece has the number 2 size - 1, so rank r pairs with 2 size - 1 - r"),
         Mistake("snaking", PIECES, "torch.cat([pieces[rank], pieces[-1 - rank]][::1 if rank % 2 == 0 else -1])",

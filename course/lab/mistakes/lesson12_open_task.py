@@ -34,16 +34,18 @@ MISTAKES = {
                 "this runs another schedule: the passes have to run in the order of the list, or the memory is GPipe's"),
         Mistake("chunks forgotten", "before(work, axis.rank, axis.size, chunks)", "before(work, axis.rank, axis.size, 1)",
                 "with several chunks a rank has several stages. The input of chunk 1 on the first rank comes from the last rank: "
-                "give `before` and `after` the number of chunks"),
+                "give `before` and `after` the number of chunks", stops="RuntimeError"),
         Mistake("kept by micro-batch alone", "kept[work.chunk, work.micro] = x, out", "kept[0, work.micro] = x, out",
-                "with several chunks, one micro-batch has an input and an output for each of them: keep them by (chunk, micro)"),
+                "with several chunks, one micro-batch has an input and an output for each of them: keep them by (chunk, micro)",
+                stops="KeyError"),
         Mistake("the input has no gradient", "given.requires_grad_()", "given",
-                "the received activation must require a gradient, or the backward pass finds none to send: `requires_grad_()`"),
+                "the received activation must require a gradient, or the backward pass finds none to send: `requires_grad_()`",
+                stops="AttributeError"),
         Mistake("no gradient for the output", "out.backward(given)", "out.backward()",
                 "only the loss is back-propagated without an argument. Every other output needs the gradient that the next stage "
-                "sent: `out.backward(given)`"),
+                "sent: `out.backward(given)`", stops="RuntimeError"),
         Mistake("losses of every rank", "if result.dim() == 0 else []", "if True else []",
-                "only the last stage's output is a loss: on other ranks return an empty list"),
+                "only the last stage's output is a loss: on other ranks return an empty list", stops="InvalidReturn"),
         Mistake("no tags", ", tag=ord(work.kind)", "",
                 "activations and gradients between the same two ranks have to be told apart: with two ranks and two chunks they "
                 "travel in the same direction. Use the same `tag` in send and receive"),

@@ -112,7 +112,7 @@ MISTAKES = {
         Mistake("the first class for none", "model.c.classes)", "0)",
                 "0 is a class like any other: the number of the unknown class is model.c.classes"),
         Mistake("ten classes", "model.c.classes)", "10)",
-                "not every model has ten classes: the number of the unknown class is model.c.classes"),
+                "not every model has ten classes: the number of the unknown class is model.c.classes", stops="IndexError"),
         Mistake("all channels", "torch.cat([led[:, :channels], known[:, channels:]], 1) if channels else led", "led",
                 "with `channels`, guidance changes only the first `channels` channels: the others keep `known`"),
         Mistake("none led", "torch.cat([led[:, :channels], known[:, channels:]], 1) if channels else led",
@@ -233,7 +233,7 @@ MISTAKES = {
     "agrees": (
         Mistake("single steps", "means = references.unfold(1, length, length).mean(2)",
                 "means, length = references[:, :len(candidate) // length * length], 1",
-                "single losses have more noise than any difference: compare means of `length` losses"),
+                "single losses have more noise than any difference: compare means of `length` losses", stops="RuntimeError"),
         Mistake("the end alone", "own = candidate.unfold(0, length, length).mean(1)",
                 "means, own = means[:, -1:], candidate.unfold(0, length, length).mean(1)[-1:]",
                 "this compares only the last window: a curve that was wrong earlier may meet the reference there by chance"),

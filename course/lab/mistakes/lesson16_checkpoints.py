@@ -73,7 +73,8 @@ MISTAKES = {
                 "this looks at one piece only: a box may need several, and the first one may not overlap it"),
         Mistake("slices swapped", COPY, "            part = read(tuple(slice(0, stop - start) for start, stop in box))\n"
                 "            whole[source] = part[target]\n",
-                "the slices are exchanged: the first of `overlap` are places in the piece, the second in the wanted box"),
+                "the slices are exchanged: the first of `overlap` are places in the piece, the second in the wanted box",
+                stops="RuntimeError"),
         Mistake("always float32", COPY, "            whole[target] = read(source).float().to(dtype)\n",
                 "the numbers passed through float32, which has 24 bits of precision: copy them in their own dtype"),
         Mistake("by way of float64", COPY, "            whole[target] = read(source).double().to(dtype)\n",
@@ -123,7 +124,8 @@ MISTAKES = {
         Mistake("transposed in place", 'theirs["dense.weight"].T', 'theirs["dense.weight"].t_()',
                 "do not write into the arguments: work on a copy"),
         Mistake("not transposed", 'rows(theirs["query_key_value.weight"].T)', 'rows(theirs["query_key_value.weight"])',
-                "to_ours: their weight is (features of the input, rows): transpose it first, then reorder the rows"),
+                "to_ours: their weight is (features of the input, rows): transpose it first, then reorder the rows",
+                stops="RuntimeError"),
     ),
     "publish": (
         Mistake("straight into the final folder", ALL_OF_IT, ALL_OF_IT.replace("partial", "name").replace(

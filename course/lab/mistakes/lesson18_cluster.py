@@ -29,9 +29,10 @@ MISTAKES = {
                 "SLURM_LAUNCH_NODE_IPADDR is the node on which srun was called: the exercise asks for the first node of "
                 "SLURM_JOB_NODELIST"),
         Mistake("up to the first comma", NAMES, NAMES[:-1] + '.split(",")[0])',
-                "a comma inside brackets separates numbers, not names: gpu[003,017] is two nodes, and gpu[003 is none"),
+                "a comma inside brackets separates numbers, not names: gpu[003,017] is two nodes, and gpu[003 is none",
+                stops="InvalidReturn"),
         Mistake("the list as it is", NAMES, '    names = environ["SLURM_JOB_NODELIST"]',
-                "gpu[003-004] is a list, not the name of a node: its first node is gpu003"),
+                "gpu[003-004] is a list, not the name of a node: its first node is gpu003", stops="InvalidReturn"),
         Mistake("zeros lost", NAMES, NAMES.replace("(\\w", "0*(\\w"),
                 "the zeros belong to the name: gpu[003-004] begins with gpu003, and there may be no gpu3"),
         Mistake("the last node", NAMES, NAMES.replace("(\\w+)[^\\]]*", "[^\\]]*?(\\w+)"),
@@ -57,7 +58,7 @@ MISTAKES = {
                 "each rank uses another port, so they never meet: compute the port from what all ranks share, the job's number"),
         Mistake("a port beyond all ports", PORT, 'str(20000 + int(environ["SLURM_JOB_ID"]))',
                 "job numbers go into the millions, but ports end at 65,535, and the system assigns those from 32,768 on to "
-                "others: take the number modulo 12,000 or so"),
+                "others: take the number modulo 12,000 or so", stops="InvalidReturn"),
         Mistake("Python's hash of a text", PORT, 'str(20000 + hash(environ["SLURM_JOB_ID"]) % 12000)',
                 "Python's `hash` of a string differs in each process, so the ranks never meet: use "
                 'int(environ["SLURM_JOB_ID"]) itself'),

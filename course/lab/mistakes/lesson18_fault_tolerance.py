@@ -18,10 +18,10 @@ MISTAKES = {
                 "a signal may arrive while the checkpoint is loaded: install the handler before"),
         Mistake("saves in the handler", HANDLER, HANDLER + "        save(done)\n",
                 "the handler saves, but it may interrupt the loop within a step or within another save: it should only set a "
-                "flag"),
+                "flag", stops="InvalidReturn"),
         Mistake("leaves from the handler", HANDLER, HANDLER + "        raise SystemExit(75)\n",
                 "the handler ends the process within a step or a save, so all work since the newest checkpoint is lost: set a "
-                "flag in the handler, and finish the step"),
+                "flag in the handler, and finish the step", stops="InvalidReturn"),
         Mistake("stops without saving", STOP, STOP.replace("saved < done", "saved < done == last"),
                 "it stops without saving, so the steps since the newest checkpoint are done again: save before you return"),
         Mistake("looks only when a checkpoint is due", LOOP, "    while done < last and not (asked and done == saved):\n",

@@ -55,18 +55,19 @@ MISTAKES = {
                 "`share`, `free` frees `whole`, and the next `gather` brings all ranks' new shares"),
         Mistake("freed by name alone", FREE, "        self.whole = self.whole.new_empty(0)\n",
                 "the parameters are views of the old storage and keep it in memory; the name `whole` alone is gone. Free the "
-                "storage itself"),
+                "storage itself", stops="RuntimeError"),
         Mistake("gathered into a new tensor", GATHER,
                 "        self.whole = torch.empty_like(self.whole)\n"
                 "        all_gather_single(self.whole, self.share.detach(), group=self.axis.group)\n",
-                "the parameters are views of the old tensor, which has no memory: give that one its memory again with allocate"),
+                "the parameters are views of the old tensor, which has no memory: give that one its memory again with allocate",
+                stops="InvalidReturn"),
         Mistake("the parameters moved to a new tensor", GATHER,
                 "        self.whole = torch.empty_like(self.whole)\n"
                 "        all_gather_single(self.whole, self.share.detach(), group=self.axis.group)\n"
                 "        for parameter, view in zip(self.parameters, views(self.whole, self.parameters)):\n"
                 "            parameter.data = view\n",
                 "the forward pass reads the new tensor, but autograd saved views of the old one, which has no memory in the "
-                "backward pass: fill the same storage again"),
+                "backward pass: fill the same storage again", stops="InvalidReturn"),
         Mistake("its own share alone", GATHER,
                 OWN,
                 "the other ranks' shares are missing: gather them"),
@@ -80,7 +81,8 @@ MISTAKES = {
                 "flat[self.axis.rank::self.axis.size]",
                 "an all-gather joins shares end to end, so a share is one piece, not every axis.size-th number"),
         Mistake("all ranks for those of the axis", GATHER, GATHER.replace(", group=self.axis.group", ""),
-                "without `group` all ranks take part, and the axis need not have all: group=self.axis.group"),
+                "without `group` all ranks take part, and the axis need not have all: group=self.axis.group",
+                stops="RuntimeError"),
         Mistake("an all-reduce of zeros and a share", GATHER,
                 OWN + "        torch.distributed.all_reduce(self.whole, group=self.axis.group)\n",
                 "the weights are right, but an all-reduce of a tensor of zeros sends twice what an all-gather sends",
@@ -105,7 +107,8 @@ MISTAKES = {
         Mistake("divided by the world's size", "mean /= unit.axis.size", "mean /= torch.distributed.get_world_size()",
                 "the axis has fewer ranks than there are processes: divide by axis.size"),
         Mistake("all ranks for those of the axis", SCATTER, SCATTER.replace(", group=unit.axis.group", ""),
-                "without `group` all ranks take part, and the axis need not have all: group=unit.axis.group"),
+                "without `group` all ranks take part, and the axis need not have all: group=unit.axis.group",
+                stops="RuntimeError"),
         Mistake("reduced twice", ADD, "    again = torch.empty_like(mean)\n"
                 "    reduce_scatter_single(again, flat, group=unit.axis.group)\n"
                 "    mean = mean + again / unit.axis.size\n" + ADD,
@@ -130,7 +133,7 @@ MISTAKES = {
                 "                      else p.grad.flatten() for p in unit.parameters])\n"
                 "    for parameter in unit.parameters:\n        parameter.grad = None\n",
                 "the gradients have fewer numbers than axis.size shares have: pad them with zeros, at the end, to the length of "
-                "`whole`"),
+                "`whole`", stops="RuntimeError"),
         Mistake("a missing gradient left out", FILL, "    flat, start = torch.zeros_like(unit.whole), 0\n"
                 "    for parameter in unit.parameters:\n        if parameter.grad is not None:\n"
                 "            flat[start:start + parameter.numel()] = parameter.grad.flatten()\n"
@@ -159,11 +162,12 @@ MISTAKES = {
         Mistake("forward order in backward", BACKWARD,
                 '        if unit < last:\n            events.append(("gather", unit + 1))\n'
                 '        events += [("backward", unit), ("free", unit), ("reduce", unit)]\n',
-                "the backward pass goes from the last unit to the first, so the next unit is unit - 1: prefetch that one"),
+                "the backward pass goes from the last unit to the first, so the next unit is unit - 1: prefetch that one",
+                stops="InvalidReturn"),
         Mistake("not gathered for backward", BACKWARD,
                 '        events += [("backward", unit), ("free", unit), ("reduce", unit)]\n',
                 "the forward pass has freed the units: gather each of them again for its backward, but not the last, which is "
-                "still whole"),
+                "still whole", stops="InvalidReturn"),
         Mistake("kept for backward", FORWARD + BACKWARD_LOOP + BACKWARD,
                 FORWARD.replace(FREED, "") + BACKWARD_LOOP +
                 '        events += [("backward", unit), ("free", unit), ("reduce", unit)]\n',
@@ -204,8 +208,8 @@ MISTAKES = {
                 "no gradients are reduced, so no share gets one: reduce each unit's right after its backward"),
         Mistake("freed too early", BACKWARD, BACKWARD.replace('("backward", unit), ("free", unit)',
                                                               '("free", unit), ("backward", unit)'),
-                "a unit is freed before its backward: free it after"),
+                "a unit is freed before its backward: free it after", stops="InvalidReturn"),
         Mistake("backward in forward order", BACKWARD_LOOP, "    for unit in range(units):\n",
-                "the backward pass goes from the last unit to the first: reversed(range(units))"),
+                "the backward pass goes from the last unit to the first: reversed(range(units))", stops="InvalidReturn"),
     ),
 }

@@ -104,7 +104,8 @@ MISTAKES = {
                 "            start = int(table[1:1 + axis.rank].sum())\n"
                 "            parts.append(one[start:start + int(table[1 + axis.rank])])\n"
                 "        return torch.cat(parts)\n",
-                "every rank gets the rows of all: send each row only to the rank that wants it, by an all-to-all", by=("sent",)),
+                "every rank gets the rows of all: send each row only to the rank that wants it, by an all-to-all", by=("sent",),
+                stops="NameError"),
         Mistake("rows without their order", "        return arrived\n", "        return arrived.flip(0)\n",
                 "the rows have to be in the order of their senders: rank 0's first, as an all-to-all returns them"),
     ),

@@ -3,10 +3,10 @@
     python -m course.lab.sandbox.child FOLDER
 
 It imports a copy of the package in which the exercise's objects are blank. FOLDER holds `job.json`
-({"exercise", "module", "answers", "ranks", "seconds"}) and, for each answer i, the inputs `inputs-i.safetensors` and the answer
-`answer-i.json`, a list of (cell, line, text). Rank r writes its outputs to `out-i-r.safetensors`. An error goes to `error-i.json`
-({"kind", "text", "cure"}). After all imports and before any answer's code, it tells the watchdog that the run has started.
-Nothing here knows the expected outputs.
+({"exercise", "module", "kernels", "answers", "ranks", "seconds"}) and, for each answer i, the inputs `inputs-i.safetensors` and
+the answer `answer-i.json`, a list of (cell, line, text). Rank r writes its outputs to `out-i-r.safetensors`. An error goes to
+`error-i.json` ({"kind", "text", "cure"}). After all imports and before any answer's code, it tells the watchdog that the run has
+started. Nothing here knows the expected outputs.
 """
 
 import __future__
@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -30,8 +30,11 @@ START_VARIABLE = "COURSE_SANDBOX_BEGUN"              # holds the file descriptor
 LIBRARY_RAISED = ("no line of yours raised this, but the library could not go on with what your code takes, returns or yields: "
                   "compare that with what the docstring and the lesson say")
 
+OWN_ERRORS = {"course.lab.checks.return_values": "InvalidReturn", "course.lab.instruments.gpu_compiler": "DoesNotCompile"}
 
-CURES = (                                            # error message of PyTorch or NumPy -> cure
+CURES = (                                            # error message of PyTorch, NumPy or Triton -> cure
+    (r"no attribute 'get_bf16'",
+     "this computes in bf16, which keeps 8 bits: cast what you load, .to(tl.float32), before you compute with it"),
     (r"returned an incorrect number of gradients",
      "`backward` returns one thing for each argument of `forward` after ctx, in order: a gradient, or None for what has none"),
     (r"returned an invalid gradient",
@@ -41,6 +44,8 @@ CURES = (                                            # error message of PyTorch 
     (r"buffer is smaller than requested size|offset must be non-negative",
      "more is asked of the file than it has from there on: a count, a type or an offset is too large. Go through the parts in "
      "order, with the bytes that each takes"),
+    (r"rank \d+ is not part of group",
+     "torch.distributed wants the ranks of the whole run: the i-th rank of an axis is axis.ranks[i]"),
     (r"index out of range|out of bounds",
      "an index is negative, or too large for what is here: look at what it is on each rank, at both ends of what it may be"),
     (r"shapes cannot be multiplied|must match the size of tensor|must match the existing size|doesn't match the broadcast shape",
@@ -66,7 +71,7 @@ def main(folder: Path) -> None:
             run_on_ranks(job, folder, number, pipe if number == 0 else "")
             continue
         try:
-            run_answer(folder, number, job["module"], job["exercise"], 0, pipe if number == 0 else "")
+            run_answer(folder, number, job["module"], job["exercise"], 0, pipe if number == 0 else "", job["kernels"])
         except BaseException as error:
             write_error(folder / f"error-{number}.json", describe_error(error))
 
@@ -125,8 +130,11 @@ def merge_errors(reports: dict[int, dict[str, str]]) -> dict[str, str]:
     return first | {"text": "\n".join(f"{rank_names(ranks)}: {text}" for text, ranks in ranks_by_text.items())}
 
 
-def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "") -> None:
-    """Run the exercise's program with answer `number` instead of the library's objects. pipe: see `report_start`."""
+def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "", kernels: bool = False) -> None:
+    """Run the exercise's program with answer `number` instead of the library's objects. pipe: see `report_start`.
+
+    kernels: the answer is a Triton kernel, so that it has to compile for a GPU, too.
+    """
     import torch  # late: the process that only starts ranks saves a second
     from safetensors.torch import load_file, save_file
 
@@ -135,9 +143,19 @@ def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pip
     inputs = load_file(folder / f"inputs-{number}.safetensors")
     report_start(pipe)
     with installed_answers(exercise.objects, load_answer(folder / f"answer-{number}.json", exercise.names)):
-        outputs = exercise.program(inputs)
+        outputs = run_kernels(exercise.program, inputs) if kernels else exercise.program(inputs)
     save_file({key: value.detach().clone().contiguous() for key, value in outputs.items()},
               folder / f"out-{number}-{rank}.safetensors")
+
+
+def run_kernels(program: Callable[[Any], Any], inputs: Any) -> Any:
+    """Run a program whose kernels are interpreted, then compile them. Raises `DoesNotCompile` for one that does not."""
+    from course.lab.instruments import gpu_compiler
+
+    with gpu_compiler.noted_launches() as launches:
+        outputs = program(inputs)
+    gpu_compiler.compile_all(launches)
+    return outputs
 
 
 def load_answer(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
@@ -186,11 +204,10 @@ def installed_answers(objects: tuple[str, ...], answers: dict[str, Any]) -> Iter
 
 def describe_error(error: BaseException) -> dict[str, str]:
     """Report an error: its kind, a text with the learner's lines in the traceback, and a cure if one is known."""
-    while type(error).__name__ == "InterpreterError" and error.__cause__:       # Triton's interpreter wraps what a kernel raises
-        error = error.__cause__
-    return_values = sys.modules.get("course.lab.checks.return_values")    # not imported: no such error possible
-    if return_values and isinstance(error, return_values.InvalidReturn):
-        return {"kind": "InvalidReturn", "text": error.text, "cure": error.cure}
+    error = first_cause(error)
+    for module, kind in OWN_ERRORS.items():          # not imported: no such error possible
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], kind)):
+            return {"kind": kind, "text": error.text, "cure": error.cure}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(CELL)]
     lines = [f"line {frame.lineno} of {frame.filename}: {frame.line}" for frame in frames[-4:]]
     if isinstance(error, SyntaxError) and str(error.filename).startswith(CELL):
@@ -202,10 +219,17 @@ def describe_error(error: BaseException) -> dict[str, str]:
             "cure": next((cure for words, cure in CURES if re.search(words, str(error))), "" if lines else LIBRARY_RAISED)}
 
 
-def failing_function(error: BaseException) -> str:
-    """The learner's function or class in which an error occurred, by its name in the cell."""
+def first_cause(error: BaseException) -> BaseException:
+    """What a kernel raised, without what Triton's interpreter wraps around it."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def failing_function(error: BaseException, file: str = CELL) -> str:
+    """The function or class in which an error occurred, by its name in the last file whose name begins like this."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [code.co_qualname for code in codes if code.co_filename.startswith(CELL)][-1].split(".")[0]
+    return [code.co_qualname for code in codes if code.co_filename.startswith(file)][-1].split(".")[0]
 
 
 def write_error(path: Path, report: dict[str, str]) -> None:
