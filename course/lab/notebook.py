@@ -46,6 +46,8 @@ def begin(lesson: str) -> None:
     """
     home = next((folder for folder in [Path.cwd(), *Path.cwd().parents]
                  if (folder / "notebooks").is_dir() and ((folder / "course").is_dir() or (folder / "submit").is_dir())), None)
+    if in_notebook():
+        name_blanks()
     if home:
         os.chdir(home)
         own_notebooks.remember_course(home)
@@ -53,6 +55,24 @@ def begin(lesson: str) -> None:
     print(f"Lesson {lesson}, PyTorch {torch.__version__}, {cores()} CPU cores, {device}")
     if not home:
         print(f"The course's folder was not found above {Path.cwd()}: data and runs will be made here")
+
+
+def name_blanks() -> None:
+    """From now on, a cell that calls what is still blank shows a sentence in place of a traceback."""
+    from IPython import get_ipython
+
+    get_ipython().set_custom_exc((NotImplementedError,), show_blank)
+
+
+def show_blank(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
+    """Show a NotImplementedError in a notebook: one that a blank raised as a sentence, another one as usual."""
+    from course.lab.sandbox.child import failing_function
+
+    if str(error) == stubs.UNWRITTEN:
+        sentence = CheckFailed(f"this cell calls `{failing_function(error, '')}`, which is not written yet: {MISSING_HINT}")
+        shell.showtraceback((CheckFailed, sentence, None))
+    else:
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
 def check(name: str, seed: int | None = None) -> None:
@@ -133,9 +153,10 @@ def written() -> list[str]:
 def yours(*objects: Any) -> Iterator[None]:
     """Inside the block, replace the library's objects with yours of the same names.
 
-    Raises `CourseError` for an object that no exercise asks for.
+    Raises `CourseError` for an object that no exercise asks for, and `CheckFailed` if the block stops and the exercise of such an
+    object has not passed.
     """
-    from course.lab.sandbox.child import installed_answers
+    from course.lab.sandbox.child import first_cause, installed_answers
 
     dotted = {d.rpartition(".")[2]: d for exercise in exercises.all_exercises().values() for d in exercise.objects}
     for thing in objects:
@@ -143,7 +164,17 @@ def yours(*objects: Any) -> Iterator[None]:
             names = [name for exercise in exercises.offered().values() for name in exercise.names]
             raise CourseError(f"{thing.__name__} is not the answer to an exercise; there are {', '.join(names)}")
     with installed_answers(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
-        yield
+        try:
+            yield
+        except Exception as error:
+            own = {thing.__name__ for thing in objects}
+            pending = [name for name, exercise in exercises.all_exercises().items()
+                       if own & {*exercise.names} and name not in _passed]
+            if not pending:
+                raise
+            cause = first_cause(error)
+            raise CheckFailed(f"this cell runs your code, which stopped ({type(cause).__name__}: {cause}). First let the "
+                              f'exercise pass: check("{pending[0]}")') from None
 
 
 def picture(figure: Figure, words: str) -> None:

@@ -106,6 +106,42 @@ def test_yours_stands_in_the_librarys_place_and_leaves_again():
         pass
 
 
+def test_a_cell_that_stops_in_what_has_not_passed_says_so_in_a_sentence(monkeypatch):
+    def copy(*_):
+        raise NotImplementedError("not implemented yet")
+
+    def stop():
+        with notebook.yours(copy):
+            lesson19_kernels.copy(1, 2)
+
+    with pytest.raises(notebook.CheckFailed, match=r'stopped \(NotImpl.*First let the exercise pass: check\("copy"'):
+        stop()
+    monkeypatch.setattr(notebook, "_passed", {"copy"})
+    with pytest.raises(NotImplementedError):
+        stop()
+
+
+def test_a_blank_is_named_in_place_of_a_traceback():
+    class Shell:
+        def showtraceback(self, shown, tb_offset=None):
+            self.shown = shown
+
+    def unwritten():
+        raise NotImplementedError("not implemented yet")
+
+    def unsupported():
+        raise NotImplementedError("no such layout")
+
+    for function, kind, words in ((unwritten, notebook.CheckFailed, "_in_place_of_a_traceback`, which is not written yet: "),
+                                  (unsupported, NotImplementedError, "no such layout")):
+        shell = Shell()
+        try:
+            function()
+        except NotImplementedError as error:
+            notebook.show_blank(shell, type(error), error, error.__traceback__)
+        assert shell.shown[0] is kind and words in str(shell.shown[1])
+
+
 def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     script = tmp_path / "00_x.py"
     script.write_text('# %% exercise="roofline"\ndef roofline_seconds(a, b, c, d):\n'

@@ -18,7 +18,8 @@ from course.lab.authoring import hidden_answers
 from course.utils.errors import CourseError
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"  # nbgrader's own markers
-STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
+UNWRITTEN = "not implemented yet"                    # what a blank raises
+STUB = f'raise NotImplementedError("{UNWRITTEN}")  # your code here'
 PACKAGE = Path(__file__).parents[2]                  # the folder of `course`
 # not copied with the package: mistakes are nearly answers, and no answer needs recorded data
 IGNORED = ("__pycache__", "mistakes", "*.json", Path(hidden_answers.ARCHIVE).name)
