@@ -62,6 +62,12 @@ def flash_ratios(kernel, who):
     return [rates["lesson"] / rates[who] for rates in flash_tables.speeds(flash_rows(), kernel).values()]
 
 
+def library_backward(D):
+    """TFLOP/s of the library's backward pass with heads of D, at each shape that was measured."""
+    speeds = flash_tables.speeds(flash_rows(), "backward").items()
+    return [rates["library"] for shape, rates in speeds if f"heads of {D}," in shape]
+
+
 def flash_tried(D):
     """TFLOP/s and the compiler's report of each configuration of the causal forward pass, the fastest first."""
     return flash_tables.configurations(flash_rows(), "forward", D, 4096, True)
@@ -158,6 +164,7 @@ print("x.T:", x.T.stride(), "contiguous" if x.T.is_contiguous() else "not contig
 #   `tl.where(mask, a, b)` work element by element. `tl.sum(x, 1)` and `tl.max(x, 1)` go along a dim.
 # - `tl.zeros` and `tl.full` make tiles, `x.to(tl.float32)` casts, `x.T` transposes.
 # - What a masked load leaves out has no defined value, unless you give one: `tl.load(pointers, mask=inside, other=0.0)`.
+#   Here it is NaN, so that you notice if you use it.
 
 # %% exercise="copy"
 from course.lab.exercises.lesson19_kernels import copy, copy_kernel
@@ -167,7 +174,9 @@ check("copy")
 
 # %% [markdown]
 # The check ran your kernel in Triton's **interpreter**. It runs the programs one after another, in NumPy, and checks each
-# address. We watch its loads and stores. Here is what your kernel touches in a matrix of 20 × 70:
+# address. The interpreter accepts some Python that no GPU runs. So the check also had Triton's compiler read your kernel.
+# That takes milliseconds and no GPU, and it says which line does not compile. We watch loads and stores, too. Here is
+# what your kernel touches in a matrix of 20 × 70:
 
 # %%
 if runs:
@@ -221,7 +230,10 @@ lab.recorded("triton_kernels_h200", copies, why="A copy of matrices in bf16, GB/
 
 # %% [markdown]
 # **What you should see:** {result: kernel_speed("copy", "this lesson") | .0f} GB/s with the source that you wrote, and
-# {result: kernel_speed("copy", "PyTorch") | .0f} with PyTorch's copy. The smallest matrix, 8 MB, fits into the GPU's cache
+# {result: kernel_speed("copy", "PyTorch") | .0f} with PyTorch's copy. Your copy does not win everywhere. At width 1152,
+# PyTorch's reaches {result: kernel_speed("copy", "PyTorch", "65,536 x 1,152") | .0f} GB/s, and yours
+# {result: kernel_speed("copy", "this lesson", "65,536 x 1,152") | .0f}. torch.compile's copy is ahead of yours at every
+# size. The smallest matrix, 8 MB, fits into the GPU's cache
 # of 50 MB. Its copy takes {result: kernel_us("copy", "this lesson", "4,096 x 1,024") | .0f} µs, and starting and ending a
 # kernel is a good part of that.
 #
@@ -305,6 +317,12 @@ lab.recorded("triton_kernels_h200", gelus,
 #
 # torch.compile reaches {result: kernel_speed("fused-gelu", "torch.compile") | .0f} GB/s. It generates Triton too. Set
 # `TORCH_LOGS=output_code` to read its kernel, and you will recognize every line.
+#
+# The library's GELU reaches {result: kernel_speed("fused-gelu", "library") | .0f} GB/s. The comparison is not quite fair: it
+# gets the sum with the bias, which the matmul before it has added, so it loads no bias. And it treats the matrix as one long
+# row. Your tiles have 512 columns. At width 1152 the third tile of a row is three quarters empty, and you reach
+# {result: kernel_speed("fused-gelu", "this lesson", "65,536 x 1,152") | .0f} GB/s against
+# {result: kernel_speed("fused-gelu", "library", "65,536 x 1,152") | .0f}.
 
 # %% [markdown]
 # ## 2. Sums over a row
@@ -723,6 +741,9 @@ my_masked = 64
 # - `flash_forward_kernel`: the program. It loads queries, calls the loop twice (without mask up to `clear`, with mask up to
 #   `end`), divides, and stores `y` and the log-sum-exp `lse`, which the backward pass needs.
 #
+# `lse` is (B, H, T) in float32, contiguous. `tl.program_id(1)` is sample · H + head, so its head's numbers begin at
+# `lse + tl.program_id(1) * T`. They are in units of log2, like `top`.
+#
 # T need not be a multiple of anything. `load_tile` with `masked` gives zeros beyond T. A score of zero is not minus
 # infinity!
 
@@ -735,8 +756,8 @@ check("flash-forward")
 
 # %% [markdown]
 # The check runs your kernel in Triton's interpreter, on 37 tokens in float32 and bf16, with tensors in four different
-# layouts. It also counts what your kernel loads. Here is the same count as a picture: 128 tokens, causal, from a run of
-# your kernel.
+# layouts. It also counts what your kernel loads, and what it loads with a mask. Here is the
+# same count as a picture: 128 tokens, causal, from a run of your kernel.
 
 # %%
 forward = online_softmax, key_range, attend_keys, flash_forward_kernel
@@ -747,7 +768,8 @@ if runs:
         launch_forward(q, k, v, y, lse, True, Tiles(16, 16))
     order = flash_pictures.tile_order(accesses, 16, 16, 16)
     lab.beside("tiles loaded", my_loaded, int((order > 0).sum()), how="counted")
-    lab.beside("tiles with a mask", my_masked, len(order), how="counted")
+    lab.beside("tiles with a mask", my_masked, accesses.masked_loads(1) // (16 * 16),
+               how="counted")
     lab.picture(flash_pictures.tiles_read(order, 16, 16),
                 "A grid of 8 by 8 tiles of scores. Each row is a program, and numbers "
                 "say in which order it loads its tiles. The tiles above the diagonal "
@@ -974,6 +996,10 @@ lab.recorded("flash_attention_h200", flash_pictures.speeds(rows, "backward"),
 # cuDNN, it is {result: min(flash_ratios("forward", "cuDNN")) | .0%} to
 # {result: max(flash_ratios("forward", "cuDNN")) | .0%} forward, and
 # {result: min(flash_ratios("backward", "cuDNN")) | .0%} to {result: max(flash_ratios("backward", "cuDNN")) | .0%} backward.
+#
+# With heads of 128, the library's backward pass is slow: it reaches {result: min(library_backward(128)) | .0f} to
+# {result: max(library_backward(128)) | .0f} TFLOP/s, less than half of yours. Its tiles were chosen for narrower heads, such as
+# DiT's 72. Training uses it only for heads below 128, and PyTorch's attention from 128 on.
 #
 # ## What separates the rest
 #

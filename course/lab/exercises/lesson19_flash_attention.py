@@ -383,6 +383,7 @@ def draw_scores(seed: int, hidden: bool) -> Tensors:
     scores += slope * torch.linspace(-1, 1, S, dtype=torch.float64)
     scores[torch.rand(R, S, generator=generator) < 0.1] = -math.inf
     scores[:, 0] = scores[:, 0].nan_to_num(neginf=0.0)                  # every first tile has a key that is seen
+    scores[1] -= 30                                                     # and one row lies below zero
     return {"scores": scores, "values": random_inputs.normal(generator, S, D)}
 
 
@@ -472,21 +473,24 @@ CASES = (("wide", True, Tiles(16, 32), 1.0), ("tall", True, Tiles(32, 16), 1.0),
 
 
 def run_flash_forward(inputs: Tensors) -> Tensors:
-    """Output and log-sum-exp in float32 of four cases, output in bf16, the ranges, and whether too much is read or written."""
+    """Output and log-sum-exp in float32 of four cases, output in bf16, the ranges, and what is read, masked and written."""
     found: Tensors = {}
-    kept, thrifty = True, True
+    kept, thrifty, clear = 1.0, True, True            # kept: 0.5 if memory was only read, 0.0 if it has changed
     cases = [(name, causal, tiles, inputs["qkvg"][:3, :1].float() * torch.tensor([size, 1, 1]).view(3, 1, 1, 1, 1))
              for name, causal, tiles, size in CASES]                    # one sample
+    for _, _, _, qkv in cases:
+        qkv[1, :, :, 0] = -3 * inputs["qkvg"][0, :1, :, 0].float()      # the only key that query 0 sees: a score far below zero
     for name, causal, tiles, qkv in [*cases, ("bf16", True, Tiles(32, 32), inputs["qkvg"][:3].bfloat16())]:
         q, k, v = (laid_out(x, i) for i, x in enumerate(qkv))
         y, lse = laid_out(torch.zeros_like(q), 3), guarded_lse(*q.shape[:3])
         with watched(q, k, v, y, lse) as accesses:
             launch_forward(q, k, v, y, lse, causal, tiles)
-        kept = kept and accesses.inside and guards_kept(y, lse)
+        kept = min(kept, (1.0 if accesses.inside else 0.5) if guards_kept(y, lse) else 0.0)
         thrifty = thrifty and max(accesses.loads[1:3]) <= most_loads(q, causal, tiles)
+        clear = clear and max(map(accesses.masked_loads, (1, 2))) <= most_masked(q, causal, tiles)
         found |= {f"{name}_y": y, f"{name}_lse": lse}
     return found | {"ranges": ranges(key_range_kernel, q.shape[2]), "reads": torch.tensor(float(thrifty)),
-                    "guards": torch.tensor(float(kept))}
+                    "masks": torch.tensor(float(clear)), "guards": torch.tensor(kept)}
 
 
 def most_loads(x: Tensor, causal: bool, tiles: Tiles) -> int:
@@ -496,20 +500,35 @@ def most_loads(x: Tensor, causal: bool, tiles: Tiles) -> int:
     return B * H * D * sum(triton.cdiv(end, tiles.columns) * tiles.columns for end in ends)
 
 
+def most_masked(x: Tensor, causal: bool, tiles: Tiles) -> int:
+    """The elements of keys, or of values, in tiles that some query of a block does not see whole, for all blocks of queries."""
+    B, H, T, D = x.shape
+    keys = 0
+    for block in range(triton.cdiv(T, tiles.rows)):
+        end, seen = (min((block + 1) * tiles.rows, T), block * tiles.rows) if causal else (T, T)
+        keys += min(triton.cdiv(end, tiles.columns) * tiles.columns, T) - seen // tiles.columns * tiles.columns
+    return B * H * D * keys
+
+
 def weigh_flash_forward(inputs: Tensors, returned: Tensors) -> Tensors:
-    """Replace the output in bf16 by whether it is near the one in float64."""
+    """Replace output and log-sum-exp in bf16 by whether they are near those in float64."""
     q, k, v = inputs["qkvg"][:3].bfloat16().double()
+    wanted, lse = plain_scores(q, k, True).logsumexp(-1) * math.log2(math.e), returned.get("bf16_lse")
+    right_lse = lse is not None and lse.shape == wanted.shape and torch.allclose(lse.double(), wanted, 1e-3, 1e-3)
     names = [f"{case[0]}_{part}" for case in CASES for part in ("y", "lse")]
-    return exact(returned, *names, "ranges", "reads", "guards") | {
-        "bf16": near((returned.get("bf16_y"), plain_attention(q, k, v, True)))}
+    return exact(returned, *names, "ranges", "reads", "masks", "guards") | {
+        "bf16": near((returned.get("bf16_y"), plain_attention(q, k, v, True))) * right_lse}
+
+
+def plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """All scores of attention, (B, H, T, T)."""
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf) if causal else s
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention with all scores in memory."""
-    s = q @ k.mT / math.sqrt(q.shape[-1])                               # (B, H, T, T)
-    if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    return s.softmax(-1) @ v
+    return plain_scores(q, k, causal).softmax(-1) @ v
 
 
 def run_flash_backward(inputs: Tensors) -> Tensors:
@@ -550,8 +569,9 @@ def weigh_flash_backward(inputs: Tensors, returned: Tensors) -> Tensors:
 
 HERE = __name__
 ROUNDING = {"bf16": "it is further from the result in float64 than rounding explains, or not in bf16"}
-OUTSIDE = "a pointer leads elsewhere, or rows of y or numbers of lse behind token T have changed"
+OUTSIDE = "a pointer leads elsewhere or behind token T, or rows of y or numbers of lse behind it have changed"
 READS = "more is loaded than the tiles that causality leaves, each once"
+MASKS = "tiles that every query sees whole are loaded with a mask too"
 EXERCISES = [
     Exercise("online-softmax", "19", (f"{HERE}.online_softmax",), draw_scores, run_online_softmax, weigh=weigh_online_softmax,
              tolerance=1e-5, limits=QUICK, flags=ROUNDING, claims={
@@ -562,7 +582,7 @@ EXERCISES = [
         "bf16": "with values in bf16 the output is right up to rounding"}),
     Exercise("flash-forward", "19", tuple(f"{HERE}.{name}" for name in ("key_range", "attend_keys", "flash_forward_kernel")),
              draw_attention, run_flash_forward, weigh=weigh_flash_forward, tolerance=1e-5, limits=QUICK, points=3,
-             flags=ROUNDING | {"reads": READS, "guards": OUTSIDE}, claims={
+             flags=ROUNDING | {"reads": READS, "masks": MASKS, "guards": OUTSIDE}, claims={
         "ranges": "each block of queries knows up to where all keys are seen, and behind which key none is",
         "wide_y": "causal attention is right if a tile has more keys than the block has queries",
         "wide_lse": "and so is its log-sum-exp",
@@ -572,8 +592,9 @@ EXERCISES = [
         "all_lse": "and so its log-sum-exp counts them all",
         "large_y": "large scores give finite outputs",
         "large_lse": "and finite log-sum-exps",
-        "bf16": "in bf16 the output is right up to rounding, for each head of each sample",
+        "bf16": "in bf16 both are right up to rounding, for each head of each sample",
         "reads": "each block loads the tiles that its queries see, once, and no others",
+        "masks": "and loads with a mask only those that some query does not see whole",
         "guards": "nothing is read or written outside the tensors, or written beyond the last token"}),
     Exercise("flash-backward", "19", tuple(f"{HERE}.{name}" for name in ("query_gradient", "key_gradients", "query_range")),
              draw_attention, run_flash_backward, weigh=weigh_flash_backward, tolerance=1e-5, limits=QUICK, points=3,

@@ -5,7 +5,7 @@ from course.lab.checks.exercise import Mistake
 INSIDE = "inside = (row < R) & (column < C)"
 GRID = "grid = (triton.cdiv(R, rows), triton.cdiv(C, columns))"
 NO_MASK = ("the last tiles reach beyond the matrix: give tl.load and tl.store a mask that is true inside, "
-           "(row < R) & (column < C)")
+           "(row < R) & (column < C), joined by & and not by Python's `and`")
 ROUNDED_DOWN = "tiles that the matrix fills only in part need a program too: round up, triton.cdiv"
 FIRST_TILE = "every program works on the first tile: it begins at program_id * (numbers per tile)"
 ELEMENTS = "a program has a tile, not one number: begin at program_id times the size of a tile"
@@ -13,6 +13,13 @@ BIAS = """b = tl.load(bias + column, mask=column < C).to(tl.float32)
     inside = (row < R) & (column < C)[None, :]                                          # (ROWS, COLUMNS)
     z = tl.load(x + row * x_row + column[None, :], mask=inside).to(tl.float32) + b[None, :]"""
 BIAS_2D = "bias + 0 * row + column[None, :], mask=(row < R) & (column < C)[None, :]"
+UNDEFINED = ("what a masked load leaves out has no defined value on a GPU, and the interpreter makes it NaN: give `other`, "
+             "because a sum over the row counts it")
+NUMBERS_OF_BF16 = ("the kernel adds up or multiplies in bf16: cast what you load, and a sum that you have rounded, "
+                   ".to(tl.float32), before you compute with it")
+OTHER = ", mask=inside, other=0.0)"
+ADDED = (f"value = tl.load(x + token * x_row + column{OTHER}.to(tl.float32)\n"
+         f"        value += tl.load(y + token * y_row + column{OTHER}.to(tl.float32)\n")
 SUMS = "        dweight += grad * unit\n        dbias += grad\n        grad *= w\n"
 
 MISTAKES = {
@@ -43,6 +50,13 @@ MISTAKES = {
                 "x.contiguous() is a copy that PyTorch makes: your kernel can read any strides"),
         Mistake("PyTorch's copy", GRID, f"y.copy_(x)\n    {GRID}",
                 "this is PyTorch's copy: let your kernel load and store"),
+        Mistake("tile sides changed over", GRID, "grid = (triton.cdiv(R, columns), triton.cdiv(C, rows))",
+                "the sides are changed over: a tile has `rows` rows and `columns` columns, so R goes with rows"),
+        Mistake("columns by the rows of a tile", "(1).to(tl.int64) * COLUMNS", "(1).to(tl.int64) * ROWS",
+                "columns of a tile begin at program_id(1) times COLUMNS, not ROWS"),
+        Mistake("strides in another order", "x.stride(0), x.stride(1), y.stride(0), y.stride(1)",
+                "y.stride(0), y.stride(1), x.stride(0), x.stride(1)",
+                "the launch gives the strides in another order than the kernel takes them: those of x first"),
     ),
     "fused-gelu": (
         Mistake("the sigmoid of u", "tl.sigmoid(2 * u)", "tl.sigmoid(u)", "(1 + tanh u) / 2 is the sigmoid of 2 u, not of u"),
@@ -74,6 +88,14 @@ MISTAKES = {
         Mistake("a grid rounded down", GRID, "grid = (R // rows, C // columns)", ROUNDED_DOWN),
         Mistake("PyTorch adds the bias", "    R, C = x.shape", "    x += bias\n    bias = 0 * bias\n    R, C = x.shape",
                 "PyTorch adds the bias in one more pass over x: add it in your kernel"),
+        Mistake("no mask for columns", "inside = (row < R) & (column < C)", "inside = (row < R) & (column >= 0)", NO_MASK),
+        Mistake("no constant", "0.7978845608028654 * (z", "(z", "u lacks its factor sqrt(2 / pi)"),
+        Mistake("the constant turned round", "0.7978845608028654", "1.2533141373155001",
+                "the constant is turned round: it is sqrt(2 / pi), about 0.798"),
+        Mistake("a half is missing", "gelu = z * tl.sigmoid(2 * u)", "gelu = z * 2 * tl.sigmoid(2 * u)",
+                "twice too large: (1 + tanh u) / 2 is the sigmoid already"),
+        Mistake("the bias with the mask of rows", "mask=column < C).to", "mask=column < R).to",
+                "the bias has a number for each column: its mask is column < C"),
     ),
     "row-softmax": (
         Mistake("zeros beyond the row", 'other=-float("inf")', "other=0.0",
@@ -104,6 +126,15 @@ MISTAKES = {
                 "only one row is computed: the grid has a program for each"),
         Mistake("PyTorch finds the maximum", "    R, C = x.shape\n", "    R, C = x.shape\n    x = x - x.amax(1, keepdim=True)\n",
                 "PyTorch subtracts the maximum in passes of its own: do it in your kernel"),
+        Mistake("nothing for what lies beyond", ', other=-float("inf")', "", UNDEFINED),
+        Mistake("a number for minus infinity", '-float("inf")', "-100.0",
+                "a row may have smaller numbers than this one, and then it is the maximum: load minus infinity beyond the row"),
+        Mistake("the logarithm of the softmax", "weights / tl.sum(weights, 0)",
+                "numbers - tl.max(numbers, 0) - tl.log(tl.sum(weights, 0))", "this is the logarithm of the softmax"),
+        Mistake("the largest absolute value", "tl.max(numbers, 0)", "tl.max(tl.abs(tl.where(inside, numbers, 0.0)), 0)",
+                "the largest absolute value is not the maximum: a row far below zero gives exponentials of 0 and a sum of 0"),
+        Mistake("the block for the row", "softmax_kernel[(R,)](x, y, C,", "softmax_kernel[(R,)](x, y, block,",
+                "the kernel takes C, the numbers of a row, and BLOCK, those of its tile: the mask is for C of them"),
     ),
     "add-norm": (
         Mistake("a mean over the block", "middle = tl.sum(value, 0) / C", "middle = tl.sum(value, 0) / BLOCK",
@@ -158,6 +189,15 @@ MISTAKES = {
                 "the last tokens have no program: round up, triton.cdiv"),
         Mistake("PyTorch adds", "    T, C = x.shape\n", "    T, C = x.shape\n    x = x + y\n    y = 0 * y\n",
                 "PyTorch adds in a pass of its own: add in your kernel"),
+        Mistake("nothing for what lies beyond", ADDED, ADDED.replace(", other=0.0", ""), UNDEFINED),
+        Mistake("added in bf16", ADDED, ADDED.replace(".to(tl.float32)", ""), NUMBERS_OF_BF16),
+        Mistake("normalized in bf16", "        value = value.to(tl.float32)\n", "", NUMBERS_OF_BF16),
+        Mistake("the mean of a program", "tl.store(mean + token, middle)", "tl.store(mean + tl.program_id(0), middle)",
+                "a program has several tokens: each token's mean goes to mean + token"),
+        Mistake("the inverse variance", "tl.store(rstd + token, inverse)", "tl.store(rstd + token, inverse * inverse)",
+                "rstd is 1 / sqrt(variance + eps), what the norm multiplies by"),
+        Mistake("a step of one token", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0).to(tl.int64)",
+                "a program has ROWS tokens: its first one is program_id * ROWS"),
     ),
     "add-norm-backward": (
         Mistake("no mean of the gradient", "grad - tl.sum(grad, 0) / C - unit", "grad - unit",
@@ -216,5 +256,23 @@ MISTAKES = {
                 "each token loads the weight again: load it once, before the loop", by=("weights",)),
         Mistake("a second pass for the sums", "        dbias += grad\n", "        dbias += tl.load(dn + token * dn_row + column, "
                 "mask=inside, other=0.0).to(tl.float32)\n", "dn is loaded twice: it is in registers already", by=("loads",)),
+        Mistake("nothing for what lies beyond", OTHER, ", mask=inside)", UNDEFINED),
+        Mistake("parts by tokens", "parts + tl.program_id(0) * C", "parts + first * C",
+                "parts has a row for each program, not for each token: program p stores at row p"),
+        Mistake("weight and bias side by side", "part + tl.num_programs(0) * C, dbias", "part + C, dbias",
+                "parts is (2, programs, C): the sums for bias lie programs * C elements behind those for weight"),
+        Mistake("bias behind all tokens", "part + tl.num_programs(0) * C, dbias", "part + T * C, dbias",
+                "parts is (2, programs, C): the sums for bias lie programs * C elements behind those for weight"),
+        Mistake("stored for each token", "        grad *= w\n",
+                "        tl.store(parts + tl.program_id(0) * C + column, dweight, mask=inside)\n        grad *= w\n",
+                "the sums so far go to memory with each token: store them once, after the loop", by=("stores",)),
+        Mistake("a sum over columns", "return parts.sum(1)", "return parts.sum(2)",
+                "parts is (2, programs, C): add over programs, dim 1"),
+        Mistake("the mean after the division", "(value - tl.load(mean + token)) * inverse",
+                "value * inverse - tl.load(mean + token)", "the normalized z is (z - mean) * rstd: subtract the mean first"),
+        Mistake("dz through the norm", "back += tl.load(dz", "back += inverse * tl.load(dz",
+                "dz does not go through the norm: add it as it is"),
+        Mistake("the weight twice", "back = inverse * (grad", "back = inverse * w * (grad",
+                "the weight multiplies twice: grad has it already"),
     ),
 }

@@ -34,16 +34,20 @@ def key_range(block, T, causal: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 @triton.jit
 def attend_keys(top, total, y, q, k, v, k_step, v_step, row, begin, end, T, scale, causal: tl.constexpr, masked: tl.constexpr,
                 D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Own pointers that move on; a mask in every tile; a large negative number for minus infinity."""
+    """Own pointers that move on; a large negative number for minus infinity."""
     column = begin + tl.arange(0, COLUMNS)
     keys = k + column[None, :] * k_step + tl.arange(0, D)[:, None]
     values = v + column[:, None] * v_step + tl.arange(0, D)[None, :]
     while begin < end:
-        inside = column < T
-        s = tl.dot(q, tl.load(keys, mask=inside[None, :], other=0.0))
-        seen = inside[None, :] & ((column[None, :] <= row[:, None]) | (not causal))
-        s += tl.where(seen, 0.0, -1e30)
-        top, total, y = online_softmax(top, total, y, s, tl.load(values, mask=inside[:, None], other=0.0), scale)
+        if masked:
+            inside = column < T
+            s = tl.dot(q, tl.load(keys, mask=inside[None, :], other=0.0))
+            seen = inside[None, :] & ((column[None, :] <= row[:, None]) | (not causal))
+            s += tl.where(seen, 0.0, -1e30)
+            v_tile = tl.load(values, mask=inside[:, None], other=0.0)
+        else:
+            s, v_tile = tl.dot(q, tl.load(keys)), tl.load(values)
+        top, total, y = online_softmax(top, total, y, s, v_tile, scale)
         begin += COLUMNS
         column += COLUMNS
         keys += COLUMNS * k_step
@@ -65,8 +69,9 @@ def flash_forward_kernel(q, k, v, y, lse, q_steps, k_steps, v_steps, y_steps, H,
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, D), tl.float32)
     clear, end = key_range(block, T, causal, ROWS, COLUMNS)
-    top, total, sums = attend_keys(top, total, sums, tile, k_head, v_head, k_steps[2], v_steps[2], row, 0, end, T, scale, causal,
-                                   True, D, COLUMNS)
+    for masked in tl.static_range(2):
+        top, total, sums = attend_keys(top, total, sums, tile, k_head, v_head, k_steps[2], v_steps[2], row, masked * clear,
+                                       tl.where(masked, end, clear), T, scale, causal, masked, D, COLUMNS)
     inverse = 1 / total
     store_tile(y + head_offset(sample, head, y_steps), sums * inverse[:, None], row, y_steps[2], T, D)
     tl.store(lse + (sample * H + head) * T + row, tl.log2(total) + top, mask=row < T)
@@ -111,6 +116,18 @@ def changed(exercise: str, old: str, new: str) -> str:
 
 
 WRONG = [
+    ("online-softmax", changed("online-softmax", "y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])",
+                               "y = (y * shrink[:, None] + tl.dot(p.to(v.dtype), v)).to(v.dtype)"), "add up in float32"),
+    ("online-softmax", changed("online-softmax", "return new, total, y", "return tl.maximum(new, 0.0), total, y"), ""),
+    ("flash-forward", changed("flash-forward", "load_tile(k, column, k_step, T, D, masked)",
+                              "load_tile(k, column, k_step, T, D, True)"), "need no mask"),
+    ("flash-forward", changed("flash-forward", "row, 0, clear", "row, COLUMNS, clear"), ""),
+    ("flash-forward", changed("flash-forward", "first = block * ROWS", "first = block * ROWS + ROWS // 2"), ""),
+    ("flash-backward", changed("flash-backward", "begin = block * ROWS // COLUMNS * COLUMNS", "begin = block * COLUMNS"), ""),
+    ("flash-backward", changed("flash-backward", "return tl.dot(ds.to(k.dtype), k, dq)",
+                               "return tl.dot(tl.trans(ds).to(k.dtype), k, dq)"), "line of your code"),
+    ("flash-backward", changed("flash-backward", "dv = tl.dot(p.to(dy.dtype), dy, dv)",
+                               "dv = tl.dot((p * scale).to(dy.dtype), dy, dv)"), ""),
     ("online-softmax", changed("online-softmax", "total = total * shrink + tl.sum(p, 1)",
                                "total = total * shrink + tl.sum(p, 1) + 1e-3"), "look for an epsilon"),
     ("online-softmax", changed("online-softmax", "new = tl.maximum(top, tl.max(s, 1) * scale)",
