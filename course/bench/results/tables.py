@@ -239,6 +239,11 @@ def if_recorded(file: str, label: str, field: str) -> Any:
     return next((row.get(field) for row in load(file)["rows"] if row.get("configuration", row.get("case")) == label), None)
 
 
+def of_experts(gpus: int, field: str, case: str) -> float | None:
+    """A number of a row of `course bench experts`; None if there is no such row."""
+    return next((row[field] for row in load("experts_h200")["rows"] if (row["gpus"], row["case"]) == (gpus, case)), None)
+
+
 def fed(header: str, form: str, of: Callable[..., Any], *more: Any) -> Column:
     """A column whose function takes the row's words and `more`."""
     return Column(header, form, lambda *words: of(*words, *more))
@@ -412,6 +417,12 @@ TABLES = {
         "ZeRO-3, FP8": ("ZeRO-3, FP8",),
         "`fully_shard`, float32 gradients": ("fully_shard, gradients in float32",),
         "`fully_shard`, bf16 gradients": ("fully_shard, gradients in bfloat16",)}),
+    "experts": Table([Column(f"{gpus} GPU{'s' * (gpus > 1)}: {header}", ".1f", partial(of_experts, gpus, field))
+                      for gpus, (header, field) in product((1, 2), (("ms", "ms"), ("GB", "memory_gb")))], {
+        "dense, as many active parameters": ("dense, as many active parameters",),
+        "dense, in a graph": ("dense, in a graph",), "experts": ("experts",),
+        "experts in plain PyTorch": ("experts in plain PyTorch",), "experts, `dispatch=gather`": ("experts, gathered",),
+        "experts, in a graph (`gather`)": ("experts, in a graph",)}),
     "bubbles": Table([column for gpus in (4, 2) for column in (
         *beside(gpus, "bubble", ".1%"), at(f"{gpus} GPUs: theory", ".1%", "{0}", "{1}", "theory", gpus=gpus))], {
         "1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
@@ -440,7 +451,7 @@ TABLES = {
     "predictions": Table([Column("cases", "d", lambda *words: len(errors(*words)[0])), off("time: median", 0, median),
                           off("time: worst", 0, max), off("memory: median", 1, median), off("memory: worst", 1, max)], {
         **{f"held-out list {number}, {gpus} GPU{'s' * (gpus > 1)}": (f"heldout_{number}_h200", f"{gpus}-")
-           for number, gpus in ((3, 1), (3, 2), (4, 1), (4, 2), (4, 4))},
+           for number, gpus in ((3, 1), (3, 2), (4, 1), (4, 2), (4, 4), (5, 2))},
         "layouts for GPT 1.3B, 2 GPUs": ("planned_2xh200", "gpt-1.3b"),
         "layouts for DiT-XL/2, 2 GPUs": ("planned_2xh200", "dit-xl"),
         "by today's code: recorded steps": ("recorded",), "by today's code: Megatron-LM's V100 table": ("megatron",),
