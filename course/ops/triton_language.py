@@ -24,7 +24,6 @@ import torch
 from course.utils.errors import CourseError
 
 INTERPRET = "TRITON_INTERPRET"
-NAN_OF_BFLOAT16 = 0x7FC0                             # the interpreter holds the bits of bfloat16 as integers
 INSTALLED = importlib.util.find_spec("triton") is not None
 CURE = ('pip install "course[kernels]" (a CUDA build of PyTorch brings its own Triton)'
         if sys.platform == "linux" else "Triton is for Linux: use a Linux machine, a container or WSL")
@@ -74,15 +73,13 @@ def prepare_interpreter() -> None:
 
     Functions such as `tl.sum` are compiled functions if something imported Triton before TRITON_INTERPRET was set: interpreted
     kernels may call them. The interpreter multiplies the bits of bfloat16 matrices as integers, and cuts float32 off to bfloat16
-    where a GPU rounds. What a masked load without `other` leaves out is undefined on a GPU: it becomes NaN, not 0. Before Triton
-    3.9 the interpreter asks for the integer of an array with one dim, which NumPy 2.4 refuses.
+    where a GPU rounds. Before Triton 3.9 it asks for the integer of an array with one dim, which NumPy 2.4 refuses.
     """
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
     builder: Any = interpreter.InterpreterBuilder
     patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
-    load = builder.create_masked_load
 
     def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -98,12 +95,6 @@ def prepare_interpreter() -> None:
         a, b = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return dot(self, a, b, *others)
 
-    def load_undefined(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
-        loaded = load(self, pointers, mask, other, *options)
-        if other is None and loaded.dtype.is_floating():
-            loaded.data[~mask.data] = NAN_OF_BFLOAT16 if loaded.dtype == tl.bfloat16 else np.nan
-        return loaded
-
     def call_interpreted(self: Any, *arguments: Any, **options: Any) -> Any:
         scope = interpreter._patch_lang(self.fn)     # what it patches has to be as before, or nothing compiles afterwards
         try:
@@ -112,7 +103,7 @@ def prepare_interpreter() -> None:
             scope.restore()
 
     interpreter._patch_lang_tensor = patch_tensor_with_index
-    builder.create_dot, builder.cast_impl, builder.create_masked_load = dot_of_numbers, rounding_cast, load_undefined
+    builder.create_dot, builder.cast_impl = dot_of_numbers, rounding_cast
     JITFunction.__call__ = call_interpreted          # without an interpreter it only raises
 
 

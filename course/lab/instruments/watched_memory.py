@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.ops import triton_language
 
+NAN_OF_BFLOAT16 = 0x7FC0                             # the interpreter holds the bits of bfloat16 as integers
+
 
 class Visit(NamedTuple):
     """A load or a store of one program."""
@@ -71,7 +73,8 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
     """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own, on the CPU.
 
     Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere is left out, as by a mask, and
-    so is a store to elsewhere. Without this the interpreter would crash. Raises `CourseError` where Triton is not installed.
+    so is a store to elsewhere. Without this the interpreter would crash. What a load
+    without `other` leaves out is NaN here, and undefined on a GPU. Raises `CourseError` where Triton is not installed.
     """
     if not triton_language.INSTALLED:
         raise triton_language.missing("watching a kernel")
@@ -98,9 +101,12 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
                 accesses.inside &= bool(own[i][elements].all())
                 accesses.visits.append(Visit(builder.grid_idx, i, elements, stored, not whole))
 
-    def watched_load(pointers: Any, mask: Any, *others: Any) -> Any:
+    def watched_load(pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         visit(pointers, mask, accesses.loads, False)
-        return load(pointers, mask, *others)
+        loaded = load(pointers, mask, other, *options)
+        if other is None and loaded.dtype.is_floating():
+            loaded.data[~mask.data] = NAN_OF_BFLOAT16 if str(loaded.dtype) == "bf16" else np.nan
+        return loaded
 
     def watched_load_all(*arguments: Any) -> Any:
         nonlocal whole
