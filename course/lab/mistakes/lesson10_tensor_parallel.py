@@ -155,8 +155,9 @@ MISTAKES = {
                 "whole = leave_region(part, self.axis, self.tokens)\n        whole += bias\n        return whole",
                 "the result of `leave_region` can be a view, and autograd does not allow writing into it: y + bias makes a new "
                 "tensor, y += bias writes into it", stops="RuntimeError"),
-        Mistake("F.linear for every product", "multiply(x, weight", "nn.functional.linear(x, weight",
-                "F.linear bypasses FP8: `multiply` is the function that FP8 replaces by its own product", stops="NameError"),
+        Mistake("F.linear for every product", "multiply(x, weight",
+                "(lambda x, weight, bias=None: x @ weight.T + (0 if bias is None else bias))(x, weight",
+                "F.linear bypasses FP8: `multiply` is the function that FP8 replaces by its own product"),
         Mistake("input and weight gathered", ROW, ALL_OF_ROW,
                 "each rank assembles the whole weight and all hidden units, and multiplies everything: tensor parallelism "
                 "avoids exactly this. Multiply with this rank's part, and `leave_region` sums the products",

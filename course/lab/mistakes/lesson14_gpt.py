@@ -142,9 +142,6 @@ MISTAKES = {
                 "first token and its last"),
         Mistake("only the lower bound", HERE, "row, here = row.clamp(max=rows - 1), row >= 0",
                 "tokens above this rank's last one count as its last row: `here` has two bounds, 0 <= row and row < rows"),
-        Mistake("everybody counts", "* here[..., None]", "* torch.ones_like(here)[..., None]",
-                "every rank adds a vector for every token, row 0 if it has none: set zeros where the token is not `here`",
-                stops="NameError"),
         Mistake("rank 1", "axis.rank * rows", "(axis.rank > 0) * rows",
                 "every rank but the first takes the rows of rank 1, which is right for two ranks only: rank r begins at r · "
                 "rows"),
