@@ -225,7 +225,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "add-norm": "bf16 rounded loads stores weights programs alone guards",
     "add-norm-backward": "bf16 loads stores weights programs alone guards",
     "online-softmax": "bf16",
-    "flash-forward": "ranges bf16 reads guards",
+    "flash-forward": "ranges bf16 reads guards masks",
     "flash-backward": "ranges bf16 reads",
 }
 
