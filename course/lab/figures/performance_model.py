@@ -26,8 +26,8 @@ from course.utils.errors import CourseError
 TIME = (("matmuls", ("matmul",), KERNELS["matmul"], ""), ("attention", ("attention",), KERNELS["attention"], ""),
         ("bound by memory", ("memory",), KERNELS["other"], ""), ("recomputed", ("recompute",), KERNELS["matmul"], "///"),
         ("optimizer", ("optimizer",), KERNELS["optimizer"], ""), ("tp", ("tensor",), AXES["tp"], ""),
-        ("cp", ("context",), AXES["cp"], ""), ("dp", ("data",), AXES["dp"], ""), ("pipeline", ("send", "bubble"), AXES["pp"], ""),
-        ("host, loader", ("launch", "loading"), STEP["launch"], ""))
+        ("cp", ("context",), AXES["cp"], ""), ("dp", ("data",), AXES["dp"], ""), ("ep", ("dispatch",), AXES["ep"], "..."),
+        ("pipeline", ("send", "bubble"), AXES["pp"], ""), ("host, loader", ("launch", "loading"), STEP["launch"], ""))
 BYTES = (("weights", ("parameters", "copies"), MEMORY["weights"], ""), ("gradients", ("gradients",), MEMORY["gradients"], ""),
          ("optimizer states", ("states", "average"), MEMORY["optimizer states"], ""),
          ("activations", ("activations",), MEMORY["activations"], ""),
