@@ -31,6 +31,11 @@
 # You should have done [lesson 07](07_data_parallel.ipynb) (collectives) and [lesson 11](11_context_parallel.ipynb) (all-to-all).
 # Work in a copy: *File → Save Notebook As…*, `21_experts_mine.ipynb`.
 
+# %% numbers=true
+from course.bench.results.tables import of_experts
+
+dense_ms = of_experts(2, "ms", "dense, as many active parameters")
+
 # %%
 from pathlib import Path
 
@@ -424,6 +429,33 @@ gaps, *_ = ranks(4)(lambda: verify.compare(exact))
 assert verify.tell(exact, gaps)
 
 # %% [markdown]
+# ## What it costs on GPUs
+#
+# Take GPT 350M with 8 experts in every other block, of which a token takes 2. A dense model with MLPs 1.5 times as wide does the
+# same work for a token. On a GPU one kernel multiplies the rows of every expert by its weights, a **grouped matmul**.
+#
+# > **Predict.** On two H200s a step of the dense model takes {result: dense_ms | .0f} ms. How many does it take with experts,
+# > four on each GPU?
+
+# %%
+my_experts_ms = 120              # your prediction
+
+# %%
+step_ms = {row["case"]: row["ms"] for row in lab.results("experts_h200")["rows"]
+           if row["gpus"] == 2}
+lab.beside("ms with experts", my_experts_ms, step_ms["experts"], how="recorded")
+for case, ms in step_ms.items():
+    print(f"{case:34} {ms:6.1f} ms")
+
+# %% [markdown]
+# Matmuls and messages are not the reason. Before each dispatch the **host** has to know how many rows go to which rank, so it waits
+# for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU waits for the host, block after block.
+#
+# `parallel.dispatch=gather` sends each token to *all* ranks instead. Each computes the rows of its own experts, and a
+# reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold the
+# step. The price is bytes, ep / k times those of the all-to-all, and memory for the choices of all ranks.
+
+# %% [markdown]
 # ## Summary
 #
 # - A mixture of experts has many MLPs and sends each token through k of them: more weights for the same work.
@@ -432,6 +464,7 @@ assert verify.tell(exact, gaps)
 # - Expert parallelism spreads experts over data-parallel ranks. Dispatch and combine are all-to-alls and each other's backward
 #   pass.
 # - The busiest rank decides the time of a step, so balance is speed.
+# - An all-to-all whose sizes are known only during the step makes the host wait. Gathering all tokens avoids that, for more bytes.
 #
 # ## Questions
 #
