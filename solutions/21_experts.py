@@ -448,8 +448,8 @@ for case, ms in step_ms.items():
     print(f"{case:34} {ms:6.1f} ms")
 
 # %% [markdown]
-# Matmuls and messages are not the reason. Before each dispatch the **host** has to know how many rows go to which rank, so it waits
-# for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU waits for the host, block after block.
+# Matmuls and messages are not the reason. Before each dispatch the **host** has to know how many rows go to which rank, so it
+# waits for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU waits for the host, block after block.
 #
 # `parallel.dispatch=gather` sends each token to *all* ranks instead. Each computes the rows of its own experts, and a
 # reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold the
@@ -464,7 +464,8 @@ for case, ms in step_ms.items():
 # - Expert parallelism spreads experts over data-parallel ranks. Dispatch and combine are all-to-alls and each other's backward
 #   pass.
 # - The busiest rank decides the time of a step, so balance is speed.
-# - An all-to-all whose sizes are known only during the step makes the host wait. Gathering all tokens avoids that, for more bytes.
+# - An all-to-all whose sizes are known only during the step makes the host wait. Gathering all tokens avoids that, for more
+#   bytes.
 #
 # ## Questions
 #

@@ -124,7 +124,7 @@ def translate(launch: Launch, types: dict[str, Any], constants: dict[tuple[int, 
         source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
     except CompilationError as error:
         raise describe(launch.kernel, error) from None
-    except (AttributeError, TypeError):             # a version of Triton that is put together otherwise: the interpreter's word stands
+    except (AttributeError, TypeError):             # another version of Triton: what the interpreter found stands
         return
 
 
