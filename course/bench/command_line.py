@@ -12,10 +12,16 @@ from course.utils.errors import CourseError
 INSTALLED_AS = {"megatron": "megatron-core", "transformer_engine": "'course[cuda]'", "nvidia": "'course[dali]'"}
 
 
+def missing_package(error: Exception) -> str:
+    """The package that is not installed, or "" for other errors, also for a module of the course itself: that is a mistake."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if package == "course" else package
+
+
 def reason(error: Exception) -> str:
     """What stopped a measurement: for a missing package a sentence that names it, else the error's kind and text."""
-    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package in ("", "course"):
+    package = missing_package(error)
+    if not package:
         return f"{type(error).__name__}: {str(error)[:300]}"
     return (f"this measurement needs the package {package}, which is not installed: pip install "
             f"{INSTALLED_AS.get(package, package)}, or leave this measurement out")
@@ -39,6 +45,6 @@ def command(usage: str, least: int = 1) -> Iterator[list[str]]:
     except CourseError as error:
         sys.exit(f"course: {error}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", "course"):      # a mistake of the course's own
+        if not missing_package(error):
             raise
         sys.exit(f"course: {reason(error)}")

@@ -12,7 +12,7 @@ The host waits for numbers of rows (`parameter_memory.expert_waits`). In such a 
 from course.models import GPTConfig
 from course.planner import collectives
 from course.planner.block_time import part, region_time
-from course.planner.parameter_memory import expert_waits, expert_weights, gathers
+from course.planner.parameter_memory import expert_waits, expert_weights, gated, gathers
 from course.planner.rank_workload import Moved, RankWorkload
 
 WAIT = 20e-6                                        # seconds from the end of what the host waits for to the next kernel: assumed
@@ -36,7 +36,7 @@ def matmul_time(local: RankWorkload) -> tuple[float, float]:
     """(forward, backward) seconds of the router's matmuls, in 32 bits, and the experts'. FP8 leaves experts in bf16."""
     m, p, c = local.m, local.p, local.config
     assert isinstance(m, GPTConfig)
-    up, down = gated(local) * m.expert_hidden / p.tp, m.expert_hidden / p.tp
+    up, down = gated(local.config) * m.expert_hidden / p.tp, m.expert_hidden / p.tp
     groups, precision, kernels = m.experts / p.ep, "bf16" if c.precision == "fp8" else c.precision, local.kernels
     rest, D, E = local.rest, m.dim, m.experts
     routing = [kernels.matmul(rest, D, E, "fp32"), kernels.matmul(rest, E, D, "fp32"), kernels.matmul(E, rest, D, "fp32")]
@@ -47,11 +47,6 @@ def matmul_time(local: RankWorkload) -> tuple[float, float]:
     return forward, backward
 
 
-def gated(local: RankWorkload) -> int:
-    """Matrices into an expert's hidden units."""
-    return 2 if isinstance(local.m, GPTConfig) and local.m.mlp == "swiglu" else 1
-
-
 def forward_bytes(local: RankWorkload) -> Moved:
     """The bytes that router and experts read and write in the forward pass, without matmuls: `course/ops/permutation.py`."""
     m, low, wide, n, (choices, rows) = local.m, local.low, local.wide, local.rest * local.m.dim, moved_rows(local)
@@ -59,7 +54,7 @@ def forward_bytes(local: RankWorkload) -> Moved:
     kind = kind_of(local)
     moved: Moved = [(kind, 2 * wide * local.rest * m.experts)] * 12     # softmax, choice, sums for the balance
     moved += [(kind, n * (wide + low) * (low < wide)), ("elementwise", SORT * choices), ("copy", 2 * low * choices * m.dim),
-              (kind, rows * m.expert_hidden / local.p.tp * (1 + gated(local)) * low),
+              (kind, rows * m.expert_hidden / local.p.tp * (1 + gated(local.config)) * low),
               ("fused", low * (choices + choices / m.top_k) * m.dim)]
     if local.casts:
         moved += [("elementwise", 6.0 * expert_weights(local.config))]
@@ -75,7 +70,7 @@ def backward_bytes(local: RankWorkload) -> Moved:
     kind = kind_of(local)
     moved: Moved = [(kind, 2 * wide * local.rest * m.experts)] * 12
     moved += [("fused", low * (2 * choices + choices / m.top_k) * m.dim), ("fused", low * (choices + choices / m.top_k) * m.dim),
-              (kind, rows * m.expert_hidden / local.p.tp * (5 if gated(local) == 2 else 3) * low),
+              (kind, rows * m.expert_hidden / local.p.tp * (5 if gated(local.config) == 2 else 3) * low),
               (kind, n * (wide + low) * (low < wide))]
     if local.casts:
         moved += [("elementwise", 6.0 * expert_weights(local.config))]

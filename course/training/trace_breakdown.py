@@ -109,23 +109,11 @@ def account(events: list[Event]) -> Account:
 
 def communication(events: list[Event]) -> tuple[float, float]:
     """(total, exposed) milliseconds in which a trace's GPU communicates; exposed: it computes nothing meanwhile."""
-    on_gpu = [event for event in events if event.get("cat") in ON_DEVICE and event.get("dur", 0) > 0]
-    sent, computed = (merged((event["ts"], event["ts"] + event["dur"]) for event in on_gpu if kind_of(event["name"]) in kinds)
-                      for kinds in (("communication",), WORK))
-    both = sum(max(0.0, min(end, other_end) - max(begin, other)) for begin, end in sent for other, other_end in computed)
-    total = sum(end - begin for begin, end in sent)
-    return 1e-3 * total, 1e-3 * (total - both)
-
-
-def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals (begin, end), as intervals in order that do not touch."""
-    union: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if union and begin <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((begin, end))
-    return union
+    work = [(event["ts"], event["ts"] + event["dur"], kind_of(event["name"]), PHASES[0]) for event in events
+            if event.get("cat") in ON_DEVICE and event.get("dur", 0) > 0]
+    begin, end = min((start for start, *_ in work), default=0.0), max((stop for _, stop, *_ in work), default=0.0)
+    time, _, total = sweep([], work, begin, end)
+    return 1e-3 * total, 1e-3 * time["communication"]
 
 
 def phased(work: list[Event], events: list[Event], parts: list[Event], gpu: bool) -> Iterable[tuple[float, float, str, str]]:
