@@ -167,11 +167,11 @@ def run_sharded_unit(inputs: Tensors) -> Tensors:
     """Train a chain of units, each whole only while it computes, over all ranks and in groups of two."""
     world = join("cpu")
     found: Tensors = {}
-    sent, kept, freed, lean = [], 0.0, True, True
+    sent, kept, before, freed, lean = [], 0.0, True, True, True
     for name, axis in axes_of(world).items():
         blocks = chain_of(inputs["weights"], inputs["x"].shape[-1])
         units = [ShardedUnit(list(block.parameters()), axis) for block in blocks]
-        freed = freed and not any(has_memory(unit.parameters[0]) for unit in units)
+        before = before and not any(has_memory(unit.parameters[0]) for unit in units)
 
         def gather(unit: ShardedUnit) -> None:
             nonlocal lean
@@ -207,8 +207,8 @@ def run_sharded_unit(inputs: Tensors) -> Tensors:
         count = inputs["weights"].shape[1]           # the rest is padding
         found[f"{name}_weights"] = torch.cat([readable(unit.whole, "the next step")[:count] for unit in units])
     dist.barrier()
-    return found | {"freed": torch.tensor(float(freed)), "kept": torch.tensor(kept), "lean": torch.tensor(float(lean)),
-                    "sent": within_budget(*sent)}
+    return found | {"before": torch.tensor(float(before)), "freed": torch.tensor(float(freed)), "kept": torch.tensor(kept),
+                    "lean": torch.tensor(float(lean)), "sent": within_budget(*sent)}
 
 
 def update_share(block: nn.Module, unit: ShardedUnit) -> None:
@@ -423,11 +423,12 @@ EXERCISES = [
         "all_weights": "after three steps the gathered weights are those of serial training on all ranks' batches",
         "pair": "the outputs are right along an axis of two ranks, too",
         "pair_weights": "and so are the weights",
-        "freed": "the whole weights have no memory before the first `gather`, nor after `free`",
+        "before": "the whole weights have no memory before the first `gather`",
+        "freed": "they have none after `free`",
         "kept": "beside them a unit keeps its share alone: numbers kept, in shares",
         "lean": "`gather` makes no tensors beside `whole` that are larger than a share",
         "sent": "`gather` sends what one all-gather of the shares sends"}, flags={
-            "freed": "the parameters still have theirs", "sent": "it sends more",
+            "before": "they have", "freed": "the parameters still have theirs", "sent": "it sends more",
             "lean": "it does: for a moment the weights are in memory more than once"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("reduce-gradients", "20", (f"{__name__}.reduce_gradients",), draw_gradients, run_reduce_gradients, {
