@@ -35,24 +35,31 @@ def test_right_answers_pass_and_wrong_ones_fail_with_a_hint(exercise, monkeypatc
     sources = rights + [wrong(exercise, slip) for slip in slips] + [source for source, _ in wrongs] + [row[0] for row in levels]
     assert len(set(sources)) == len(sources), "an answer is there twice: what it replaces is not there"
     for hidden, found in judged(exercise, sources, monkeypatch).items():
-        for source, (facts, _) in zip(rights, found, strict=False):
+        for source in rights:
+            facts, _ = found[source]
             assert all(fact.held for fact in facts), f"{source}\n{facts}"
             assert len(facts) == len(exercise.claims) * len(exercise.sizes)
-        for slip, (facts, hint) in zip(slips, found[len(rights):], strict=False):
-            assert not all(fact.held for fact in facts), f"{slip.name} passes"
-            assert hint == slip.hint or slip.hint in hint.split(check.HINT_SEPARATOR), f"{slip.name}: {facts}"
-        for (source, reached, words), (facts, hint) in zip(levels, found[len(found) - len(levels):], strict=True):
+        for source, reached, words in levels:
+            facts, hint = found[source]
             verdict = check.Verdict(exercise.name, tuple(facts))
             assert tuple(exercise.level_names[level] for level in verdict.reached) == reached, f"{source}\n{facts}"
             assert verdict.passed and words in hint, f"{source}\n{hint}"
-        for (source, words), (facts, hint) in zip(wrongs, found[len(rights) + len(slips):], strict=False):
-            if hidden or words is not None:
-                assert not all(fact.held for fact in facts) and hint, f"{source}\n{facts}"
-            assert hidden or words is None or words in hint, f"{source}\n{hint}\n{facts}"      # hidden, a hint is general
+        for slip in slips:
+            if (source := wrong(exercise, slip)) in found:
+                facts, hint = found[source]
+                assert not all(fact.held for fact in facts), f"{slip.name} passes"
+                assert hint == slip.hint or slip.hint in hint.split(check.HINT_SEPARATOR), f"{slip.name}: {facts}"
+        for source, words in wrongs:
+            if source in found:
+                facts, hint = found[source]
+                if hidden or words is not None:
+                    assert not all(fact.held for fact in facts) and hint, f"{source}\n{facts}"
+                assert hidden or words is None or words in hint, f"{source}\n{hint}\n{facts}"  # hidden, a hint is general
 
 
-def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[bool, list[Judged]]:
-    """What a check finds of each answer on inputs that are not hidden, and on those that are: facts and a hint.
+def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[bool, dict[str, Judged]]:
+    """What a check finds of each answer on inputs that are not hidden, and on those that are: facts and a hint. On hidden ones
+    it leaves out wrong answers that need ranks.
 
     All run in one process for each number of ranks, with what they are compared with beside them: to start one takes seconds.
     """
@@ -79,7 +86,7 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
                 runs[0], *(run for slip, run in zip(comparable, runs[1:], strict=True) if slip.stops == given[4])))
             facts, hint = check.compare_run(exercise, came[hidden, source], SEED, hidden, size)
             found[hidden, source] = found[hidden, source][0] + facts, hint or found[hidden, source][1]
-    return {hidden: [judged for (which, _), judged in found.items() if which == hidden] for hidden in (False, True)}
+    return {hidden: {source: judged for (which, source), judged in found.items() if which == hidden} for hidden in (False, True)}
 
 
 @each([name for name, exercise in EXERCISES.items() if any(slip.silent for slip in known_mistakes(exercise))])
