@@ -214,7 +214,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "gpipe": "meet order",
     "1f1b": "meet own kept",
     "zero-optimizer": "states lean shares kept",
-    "sharded-unit": "freed kept sent lean",
+    "sharded-unit": "before freed kept sent lean",
     "reduce-gradients": "dropped kept calls sent",
     "step-events": "ahead most gathers late reduces left",
     "vocabulary-embedding": "kept sent",
