@@ -308,7 +308,7 @@ SCORED = [
     ("parallel-block", REPLICATED, ("correct",), "more is sent than the block needs"),
     ("parallel-block", GATHERED_FIRST, ("correct", "byte budget"), "the norm runs on all tokens"),
     ("parallel-block", FLAT, ("correct", "byte budget", "memory budget"), ""),
-    ("sharded-adam", UNSHARDED, ("correct",), "keeps more than the parameters"),
+    ("sharded-adam", UNSHARDED, ("correct", "byte budget"), "keeps more than the parameters"),
     ("sharded-adam", OWN_SHARE, ("correct", "memory budget"), "a reduce-scatter sends half"),
     ("sharded-adam", VIEWS, ("correct", "byte budget", "memory budget"), ""),
 ]
