@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU. Lessons 00 and 01 |
 # | reading and doing | about two hours |
 # | computing | 1.5 minutes on two cores, most of it in checks |
-# | you write | a ring all-reduce (14 lines), averaged gradients (8), a timeline (7), buckets (9), their overlap (8) |
+# | you write | a ring (14 lines), averaged gradients (8), a timeline (7), buckets (9), overlap (8); optional: one class (30) |
 # | you measure | bytes sent, what overlap hides, scaling efficiency |
 #
 # Work in a copy: *File → Save Notebook As…*, `07_data_parallel_mine.ipynb`.
@@ -731,6 +731,40 @@ equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 # torchrun --standalone --nproc-per-node=2 -m course.cli train vit-demo log.name=two
 # ```
 #
+# ## Open task: data parallelism from hooks
+#
+# *Optional, about 40 minutes. Nothing later needs it.* Above, the library held the parts together. Write the whole: a class
+# that makes gradients the mean over the ranks, for any parameters. Ours has about 30 lines.
+#
+# **Contract**
+#
+# - `DataParallel(parameters, axis, bucket_bytes)` gets the same float64 parameters on every rank, in the order of the forward
+#   pass. Some are frozen (`requires_grad=False`), and one is larger than `bucket_bytes`.
+# - `backward(loss, last)` runs the backward pass of one micro-batch. After the call with `last=True`, each `.grad` is the
+#   mean over the axis of what the ranks added up in this step.
+# - A micro-batch may leave parameters out. If a rank has no gradient for a parameter in the whole step, that counts as zero.
+#   Gradients may come in another order on another rank.
+# - Between steps, all gradients are set to `None`. The axis need not have all ranks of the world.
+# - Use `dist.all_reduce`, not DDP, and no method of `course.parallel.data_parallel`.
+#
+# **Levels.** Each one counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the gradients after each of three steps, with one or two micro-batches |
+# | byte budget | each gradient is sent by one all-reduce per step, and neighbors share an all-reduce up to `bucket_bytes` |
+# | memory budget | there is no second copy of all gradients |
+# | overlapped | when the last gradient comes, all buckets but the last have started, and none has been waited for |
+#
+# Start with correct. `lab.hint("data-parallel")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="data-parallel"
+from course.lab.exercises.lesson07_open_task import DataParallel  # noqa: F401
+
+# %%
+check("data-parallel")
+
+# %% [markdown]
 # ## Summary
 #
 # - Each rank back-propagates sum · dp / $W$; averaged gradients then match single-process training, with or without padding.

@@ -207,6 +207,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "parallel-block": "sent lean",
     "run-schedule": "alive order overlap sent",
     "sharded-adam": "kept sent",
+    "data-parallel": "sent few lean begins patient",
     "gather-scatter": "sent_whole sent_sum kept",
     "gather-in-order": "kept sent",
     "merge": "kept",

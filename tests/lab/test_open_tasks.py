@@ -9,7 +9,7 @@ import torch
 from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
-from course.lab.exercises import lesson10_open_task
+from course.lab.exercises import lesson07_open_task, lesson10_open_task
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
 from course.models import layers
@@ -114,3 +114,20 @@ def test_the_parallel_block_is_the_librarys_serial_block():
     torch.testing.assert_close(torch.cat([rank["back"] for rank in found], 1), x.grad, rtol=1e-11, atol=1e-11)
     for rank in found:
         torch.testing.assert_close(rank["shared"], shared, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_data_parallel_gives_the_mean_of_the_ranks_gradients():
+    inputs = lesson07_open_task.draw(3, False)
+    parameters = [inputs[f"p{i}"].clone().requires_grad_(i != lesson07_open_task.FROZEN) for i in range(lesson07_open_task.MANY)]
+    expected = []
+    for step, micros in enumerate(lesson07_open_task.MICROS):
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for rank in range(2):
+            for micro in range(micros):
+                order = lesson07_open_task.uses(step, micro, rank)
+                (lesson07_open_task.loss_of(parameters, inputs["x"][step, micro, rank], order) / 2).backward()
+        expected += [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for found in ranks(2)(lambda: lesson07_open_task.run(inputs)["gradients"]):
+        torch.testing.assert_close(found, torch.cat([grad.flatten() for grad in expected]), rtol=1e-11, atol=1e-11)

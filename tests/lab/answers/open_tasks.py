@@ -299,9 +299,121 @@ class ShardedAdam:
         dist.all_gather_into_tensor(self.flat, self.mine.clone(), group=self.axis.group)
 '''
 
+AFTERWARDS = '''
+import torch
+import torch.distributed as dist
+
+class DataParallel:
+    """All gradients in one all-reduce, after the last backward pass."""
+    def __init__(self, parameters, axis, bucket_bytes):
+        self.parameters, self.axis = [p for p in parameters if p.requires_grad], axis
+
+    def backward(self, loss, last=True):
+        loss.backward()
+        if last:
+            for p in self.parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            flat = torch.cat([p.grad.reshape(-1) for p in self.parameters])
+            dist.all_reduce(flat, group=self.axis.group)
+            flat = flat / self.axis.size
+            for p in self.parameters:
+                p.grad.copy_(flat[:p.numel()].view_as(p))
+                flat = flat[p.numel():]
+'''
+
+ONE_BY_ONE = '''
+import torch
+import torch.distributed as dist
+
+class DataParallel:
+    """Each gradient travels alone, from the last parameter to the first."""
+    def __init__(self, parameters, axis, bucket_bytes):
+        self.axis = axis
+        self.queue = [p for p in parameters if p.requires_grad][::-1]
+        for place, p in enumerate(self.queue):
+            p.register_post_accumulate_grad_hook(lambda p, place=place: self.hear(place))
+
+    def hear(self, place):
+        self.there[place] = True
+        while self.last and len(self.works) < len(self.queue) and self.there[len(self.works)]:
+            self.send()
+
+    def send(self):
+        p = self.queue[len(self.works)]
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self.works.append(dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, group=self.axis.group, async_op=True))
+
+    def backward(self, loss, last=True):
+        self.last, self.works, self.there = last, [], [False] * len(self.queue)
+        loss.backward()
+        while last and len(self.works) < len(self.queue):
+            self.send()
+        for work, p in zip(self.works, self.queue):
+            work.wait()
+            p.grad.div_(self.axis.size)
+'''
+
+IN_PLACE = '''
+import torch
+import torch.distributed as dist
+
+class Bucket:
+    def __init__(self, parameters):
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces)}
+
+    def take(self, p):
+        view = self.views[p]
+        if p.grad is None:
+            view.zero_()
+        elif p.grad is not view:
+            view.copy_(p.grad)
+        p.grad = view
+
+class DataParallel:
+    """Buckets live from step to step. Each gradient moves into its bucket when it comes."""
+    def __init__(self, parameters, axis, bucket_bytes):
+        self.axis, self.buckets, self.home, held = axis, [], {}, []
+        for p in [p for p in parameters if p.requires_grad][::-1]:
+            if held and sum(q.numel() for q in held) + p.numel() > bucket_bytes // 8:
+                self.buckets.append(Bucket(held))
+                held = []
+            held.append(p)
+            p.register_post_accumulate_grad_hook(self.ready)
+        self.buckets.append(Bucket(held))
+        self.home = {p: bucket for bucket in self.buckets for p in bucket.views}
+        self.last = False
+
+    def ready(self, p):
+        self.home[p].take(p)
+        if self.last:
+            self.counts[self.home[p]] -= 1
+            self.start(lambda bucket: self.counts[bucket] == 0)
+
+    def start(self, may):
+        while len(self.works) < len(self.buckets) and may(self.buckets[len(self.works)]):
+            bucket = self.buckets[len(self.works)]
+            for p in bucket.views:
+                bucket.take(p)
+            self.works.append(dist.all_reduce(bucket.flat.div_(self.axis.size), group=self.axis.group, async_op=True))
+
+    def backward(self, loss, last=True):
+        self.last, self.works, self.counts = last, [], {bucket: len(bucket.views) for bucket in self.buckets}
+        loss.backward()
+        if last:
+            self.start(lambda bucket: True)
+            for work in self.works:
+                work.wait()
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
+    ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
+    ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
     ("run-schedule", LOOP, ("correct",), "activations live longer"),
     ("run-schedule", POPPED, ("correct", "byte budget", "memory budget"), "a receive is posted only"),
     ("run-schedule", AHEAD, ALL, ""),
@@ -311,4 +423,15 @@ SCORED = [
     ("sharded-adam", UNSHARDED, ("correct", "byte budget"), "keeps more than the parameters"),
     ("sharded-adam", OWN_SHARE, ("correct", "memory budget"), "a reduce-scatter sends half"),
     ("sharded-adam", VIEWS, ("correct", "byte budget", "memory budget"), ""),
+]
+
+WRONG = [
+    ("data-parallel", IN_PLACE.replace("            view.zero_()\n", "            pass\n"), ""),
+    ("data-parallel", ONE_BY_ONE.replace("        self.there[place] = True\n",
+                                         "        self.there[place] = True\n"
+                                         "        self.queue[place].grad.div_(self.axis.size)\n")
+     .replace("            p.grad.div_(self.axis.size)\n", ""), ""),
+    ("data-parallel", AFTERWARDS.replace("], axis\n", "], axis\n        from torch import nn\n"
+                                         "        nn.parallel.DistributedDataParallel(nn.ParameterList(self.parameters))\n"),
+     "write it with hooks"),
 ]
