@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
-# | you write | keys and values in order (3 lines), the merge of two answers (3), a zigzag (2), what a round computes (3) |
+# | you write | keys and values in order (3 lines), a merge (3), a zigzag (2), a round's work (3); optional: a ring (50) |
 # | you measure | activations against tokens, bytes sent, the balance of causal rings |
 #
 # You should have done [lesson 10](10_tensor_parallel.ipynb). Work in a copy: *File → Save Notebook As…*,
@@ -562,6 +562,39 @@ for source in (0, 2):
 # after both: the second half of the rows, all columns.
 # </details>
 #
+# ## Open task: causal attention with its backward pass
+#
+# *Optional, about 60 minutes. Nothing later needs it.* The library's ring needs a zigzag for causal attention. Write one for
+# tokens in order: rank 0 has the first tokens, the last rank has the last ones. It stays unbalanced, but keys and values need
+# to travel in one direction only. Ours has about 50 lines, half of them in the backward pass.
+#
+# **Contract**
+#
+# - `CausalAttention` is a `torch.autograd.Function`. Write `forward` and `backward`. The docstrings have the shapes.
+# - Each query sees its own key and all keys before it. Scores are multiplied by d^-0.5.
+# - `lengths` holds each rank's number of tokens, which may be unequal. `axis.ranks[i]` is the global rank at position i, and
+#   messages travel in `axis.group`. The axis need not have all ranks of the world.
+# - After the backward pass, each rank has the gradients of its own q, k and v from the queries of *all* ranks.
+# - When `forward` or `backward` returns, every message has left.
+#
+# **Levels.** Each one counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the output and three gradients match one process |
+# | byte budget | each piece of keys and values reaches each later rank once per pass, and its gradients return once |
+# | memory budget | no tensor has the keys or the scores of all tokens; between the passes a rank keeps its own tokens only |
+# | overlapped | in the forward pass, a block is computed between each receive and the wait for it |
+#
+# Start with correct. `lab.hint("causal-attention")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="causal-attention"
+from course.lab.exercises.lesson11_open_task import CausalAttention  # noqa: F401
+
+# %%
+check("causal-attention")
+
+# %% [markdown]
 # ## Summary
 #
 # - Activations grow linearly with the tokens, and context parallelism divides them. Tokens meet only in attention.

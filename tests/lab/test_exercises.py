@@ -206,6 +206,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "column-row": "format sent lean",
     "parallel-block": "sent lean",
     "run-schedule": "alive order overlap sent",
+    "causal-attention": "sent small kept overlap",
     "sharded-adam": "kept sent",
     "data-parallel": "sent few lean begins patient",
     "gather-scatter": "sent_whole sent_sum kept",

@@ -9,7 +9,7 @@ import torch
 from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
-from course.lab.exercises import lesson07_open_task, lesson10_open_task
+from course.lab.exercises import lesson07_open_task, lesson10_open_task, lesson11_open_task
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
 from course.models import layers
@@ -131,3 +131,14 @@ def test_data_parallel_gives_the_mean_of_the_ranks_gradients():
         expected += [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for found in ranks(2)(lambda: lesson07_open_task.run(inputs)["gradients"]):
         torch.testing.assert_close(found, torch.cat([grad.flatten() for grad in expected]), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_causal_attention_over_ranks_is_that_of_one_process():
+    inputs = lesson11_open_task.draw(3, False)
+    q, k, v = (inputs[name].clone().requires_grad_() for name in "qkv")
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out.backward(inputs["grad"])
+    for rank, found in enumerate(ranks(2)(lambda: lesson11_open_task.run(inputs))):
+        for name, whole in (("out", out.detach()), ("dq", q.grad), ("dk", k.grad), ("dv", v.grad)):
+            torch.testing.assert_close(found[name], whole.tensor_split(2, 2)[rank].flatten(), rtol=1e-11, atol=1e-11)

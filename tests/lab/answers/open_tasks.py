@@ -408,12 +408,159 @@ class DataParallel:
                 work.wait()
 '''
 
+GATHERED = '''
+import torch
+import torch.distributed as dist
+from course.parallel import mappings
+
+class CausalAttention(torch.autograd.Function):
+    """All keys and values on every rank."""
+    @staticmethod
+    def forward(ctx, q, k, v, axis, lengths):
+        k, v = (mappings.all_gather(x, 2, axis, sum(lengths)) for x in (k, v))
+        place = torch.arange(sum(lengths))
+        ctx.mine = slice(sum(lengths[:axis.rank]), sum(lengths[:axis.rank + 1]))
+        hidden = place > place[ctx.mine, None]
+        p = torch.softmax((q @ k.transpose(2, 3) / q.shape[3]**0.5).masked_fill(hidden, -torch.inf), 3)
+        ctx.save_for_backward(q, k, v, p)
+        ctx.axis = axis
+        return p @ v
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, p = ctx.saved_tensors
+        dp = g @ v.transpose(2, 3)
+        ds = p * (dp - (p * dp).sum(3, keepdim=True)) / q.shape[3]**0.5
+        both = torch.stack([ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])
+        dist.all_reduce(both, group=ctx.axis.group)
+        dk, dv = both[:, :, :, ctx.mine]
+        return ds @ k, dk.clone(), dv.clone(), None, None
+'''
+
+CLOSED = '''
+import torch
+import torch.distributed as dist
+
+def shift(x, length, axis):
+    """What the rank on the left has, while mine goes to the right."""
+    coming = x.new_empty(*x.shape[:3], length, x.shape[4])
+    sending = dist.isend(x, axis.ranks[(axis.rank + 1) % axis.size], axis.group)
+    dist.recv(coming, axis.ranks[axis.rank - 1], axis.group)
+    sending.wait()
+    return coming
+
+class CausalAttention(torch.autograd.Function):
+    """A whole ring: also ranks that need nothing pass everything on, and gradients go round with their keys."""
+    @staticmethod
+    def scores(q, k, own):
+        s = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
+        return s.masked_fill(torch.ones(s.shape[2:], dtype=torch.bool).triu(1), float("-inf")) if own else s
+
+    @staticmethod
+    def forward(ctx, q, k, v, axis, lengths):
+        pair, total, top, out = torch.stack([k, v]), 0, -torch.inf, 0
+        for turn in range(axis.size):
+            source = (axis.rank - turn) % axis.size
+            if source <= axis.rank:
+                s = CausalAttention.scores(q, pair[0], turn == 0)
+                new = s.amax(-1, keepdim=True).clamp(min=top)
+                old = (top - new).exp() if turn else 0
+                total, out = total * old + (s - new).exp().sum(-1, keepdim=True), out * old + (s - new).exp() @ pair[1]
+                top = new
+            pair = shift(pair, lengths[source - 1], axis)
+        ctx.save_for_backward(q, k, v, out / total, top + total.log())
+        ctx.axis, ctx.lengths = axis, lengths
+        return out / total
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, lengths, pair, dq = ctx.axis, ctx.lengths, torch.stack([k, v]), 0
+        grads = torch.zeros_like(pair)
+        for turn in range(axis.size):
+            source = (axis.rank - turn) % axis.size
+            if source <= axis.rank:
+                p = (CausalAttention.scores(q, pair[0], turn == 0) - lse).exp()
+                ds = p * (g @ pair[1].mT - (g * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+                dq = dq + ds @ pair[0]
+                grads[0] += ds.mT @ q
+                grads[1] += p.mT @ g
+            pair, grads = (shift(x, lengths[source - 1], axis) for x in (pair, grads))
+        return dq, grads[0], grads[1], None, None
+'''
+
+DIRECT = '''
+import torch
+import torch.distributed as dist
+
+class CausalAttention(torch.autograd.Function):
+    """Each rank sends its keys and values straight to all ranks after it."""
+    @staticmethod
+    def blocks(q, k, v, axis, lengths):
+        """(source, keys, values, scores); the next ones arrive meanwhile."""
+        pair = torch.stack([k, v])
+        sending = [dist.isend(pair, axis.ranks[rank], axis.group) for rank in range(axis.rank + 1, axis.size)]
+        for source in reversed(range(axis.rank + 1)):
+            if source:
+                coming = torch.empty(2, *k.shape[:2], lengths[source - 1], k.shape[3], dtype=k.dtype)
+                handle = dist.irecv(coming, axis.ranks[source - 1], axis.group)
+            scores = q @ pair[0].mT / q.shape[3] ** 0.5
+            if source == axis.rank:
+                places = torch.arange(q.shape[2])
+                scores = torch.where(places[:, None] >= places, scores, -torch.inf)
+            yield source, *pair, scores
+            if source:
+                handle.wait()
+                pair = coming
+        for handle in sending:
+            handle.wait()
+
+    @staticmethod
+    def forward(ctx, q, k, v, axis, lengths):
+        out, lse = None, None
+        for source, keys, values, scores in CausalAttention.blocks(q, k, v, axis, lengths):
+            part, new = scores.softmax(-1) @ values, scores.logsumexp(-1, keepdim=True)
+            if out is None:
+                out, lse = part, new
+            else:
+                share = torch.sigmoid(new - lse)
+                out, lse = out + share * (part - out), torch.logaddexp(lse, new)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.where = axis, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, lengths = ctx.where
+        delta, dq, leaving = (g * out).sum(-1, keepdim=True), torch.zeros_like(q), []
+        for source, keys, values, scores in CausalAttention.blocks(q, k, v, axis, lengths):
+            p = torch.exp(scores - lse)
+            ds = p * (g @ values.mT - delta) / q.shape[3] ** 0.5
+            dq += ds @ keys
+            grads = torch.stack([ds.mT @ q, p.mT @ g])
+            if source == axis.rank:
+                mine = grads
+            else:
+                leaving.append((dist.isend(grads, axis.ranks[source], axis.group), grads))
+        for rank in range(axis.rank + 1, axis.size):
+            more = torch.empty_like(mine)
+            dist.recv(more, axis.ranks[rank], axis.group)
+            mine = mine + more
+        for handle, _ in leaving:
+            handle.wait()
+        return dq, *mine, None, None
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
     ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
     ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
     ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
+    ("causal-attention", GATHERED, ("correct",), "more is sent than later ranks need"),
+    ("causal-attention", CLOSED, ("correct", "memory budget"), "more is sent than later ranks need"),
+    ("causal-attention", DIRECT, ALL, ""),
     ("run-schedule", LOOP, ("correct",), "activations live longer"),
     ("run-schedule", POPPED, ("correct", "byte budget", "memory budget"), "a receive is posted only"),
     ("run-schedule", AHEAD, ALL, ""),
@@ -426,6 +573,10 @@ SCORED = [
 ]
 
 WRONG = [
+    ("causal-attention", GATHERED.replace("        dist.all_reduce(both, group=ctx.axis.group)\n", ""), ""),
+    ("causal-attention", DIRECT.replace("            if source == axis.rank:\n                places", "            if True:\n"
+                                        "                places")
+     .replace("places[:, None] >= places,", "places[:, None] >= torch.arange(scores.shape[3]),"), ""),
     ("data-parallel", IN_PLACE.replace("            view.zero_()\n", "            pass\n"), ""),
     ("data-parallel", ONE_BY_ONE.replace("        self.there[place] = True\n",
                                          "        self.there[place] = True\n"
