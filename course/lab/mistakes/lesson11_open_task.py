@@ -8,6 +8,8 @@ BACKWARD = f"                if turn == 0:\n                    {MASK}"
 MERGED = "out * (lse - both).exp()[..., None] + (scores - both[..., None]).exp() @ pair[1]"
 OF_SCORES = "of_scores = weights * (grad @ pair[1].mT - delta) * scale"
 NEIGHBORS = "axis.ranks[axis.rank - 1], axis.ranks[(axis.rank + 1) % axis.size]"
+WAITED = ("            for work in works:\n                work.wait()\n"
+          "            if source > 0:\n                pair = coming\n        ctx.save")
 RETURNED = "return dq, own[0], own[1], None, None"
 RECEIVED = "                works.append(dist.irecv(coming, left, axis.group))\n            scores"
 
@@ -37,7 +39,7 @@ MISTAKES = {
                 "the gradients of k and v are exchanged: of_scoresᵀ q belongs to k, weightsᵀ grad to v"),
         Mistake("a mean of gradients", RETURNED, "return dq, own[0] / axis.size, own[1] / axis.size, None, None",
                 "the gradients from all ranks are summed: do not divide"),
-        Mistake("sends alone are waited for", "for work in works:", "for work in works[:1]:",
+        Mistake("sends alone are waited for", WAITED, WAITED.replace("in works:", "in works[:axis.rank + 1 < axis.size]:"),
                 "the next keys may not be there yet: wait for a receive before you use what comes"),
         Mistake("the rank in the axis", NEIGHBORS, "axis.rank - 1, (axis.rank + 1) % axis.size",
                 "`dist.isend` takes a global rank: `axis.ranks[...]`", silent=True),
