@@ -71,7 +71,6 @@ doctor: env
 SITE := $(if $(filter 1,$(ANSWERS)),answers,html)
 docs: env
 	@echo "== Building the site, in minutes: open site/$(SITE)/index.html then"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -c docs -W --keep-going -q -j auto -t $(SITE) -d site/doctrees/$(SITE) . site/$(SITE)
 
 clean:

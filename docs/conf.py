@@ -2,19 +2,26 @@
 
 Sources stay where they are, since the repository is the source folder: links between files mean the same on the site.
 A link to a file that is no page, such as a recorded result, becomes a download. Pages of the library are written to
-docs/api before Sphinx looks for sources, in the reading order of `course/__init__.py`.
+docs/api before Sphinx looks for sources, in the reading order of `course/__init__.py`; its index has a line for each name.
+
+The site needs no network: mathematics becomes MathML, which browsers draw without a script or a font from elsewhere.
 
 Lessons are the learners' notebooks, with the outputs that the executed ones have beside the same cells: what was measured
 is seen, what answers an exercise is not. With the tag `answers` (`make docs ANSWERS=1`) they are the executed ones.
 """
 
+import ast
 import json
 import re
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
+
+from docutils import nodes
+from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "course/bench/results"
@@ -29,17 +36,22 @@ html_title = project
 root_doc = "README"
 include_patterns = ["README.md", "docs/**.md", "submit/*.md", "data/README.md", "notebooks/[0-9][0-9]_*.ipynb"]
 exclude_patterns = [".*", "site", "build", "runs", "grades", "data/*/**", "notebooks/*_mine*", "notebooks/.*"]
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"                        # registered below
 html_copy_source = False                             # the sources hold what `prepare_batch` leaves out
 html_show_sourcelink = False
 
 nb_execution_mode = "off"                            # `course lessons build` executes them
+nb_render_markdown_format = "gfm"                    # tables in outputs
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3                             # links to headings, #like-this, as GitHub has them
 suppress_warnings = ["myst.header", "mystnb.unknown_mime_type",          # a lesson may begin a section one level deeper
                      "ref.python"]                       # of an annotation that fits several: bytes, Layout
 
+autosummary_generate = False                         # the pages are written below
 autodoc_inherit_docstrings = False                   # torch's are written for another reader
 autodoc_default_options = {"members": True, "member-order": "bysource", "ignore-module-all": True}
 autodoc_mock_imports = ["triton", "transformer_engine"]      # not on machines without a GPU
@@ -136,13 +148,27 @@ def chapters(package: Any, left: list[str]) -> list[tuple[str, str, list[str]]]:
     return found
 
 
+def public(name: str) -> list[str]:
+    """The public functions and classes that a module defines, in order, each with the module's name before it."""
+    spec = find_spec(name)
+    tree = ast.parse(Path(spec.origin).read_text()) if spec and spec.origin else ast.Module([], [])
+    named = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [f"{name}.{word}" for word in named if word[0] != "_"]
+
+
+def summary(name: str) -> str:
+    """A module in the index: its first line and those of its public names, which autosummary takes from their docstrings."""
+    rows = "\n".join(f"   {word}" for word in (name, *(f"~{word}" for word in public(name))))
+    return f"\n```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{rows}\n```\n"
+
+
 def write_library(app: Any, config: Any) -> None:
     """Sphinx's event `config-inited`: write docs/api, a page for each line of the maps, and one of what they do not name."""
     folder = ROOT / "docs/api"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     left = modules(course)
-    pages = []
+    pages, index = [], []
     for package in (course, course.lab):
         lines = chapters(package, left)
         if package is course.lab:
@@ -153,8 +179,9 @@ def write_library(app: Any, config: Any) -> None:
             if names:
                 (folder / f"{page}.md").write_text(f"# {title}\n\n{text}\n{body}")
                 pages.append(page)
-    entries = "\n".join(pages)
-    (folder / "index.md").write_text(f"# The library, in reading order\n\n```{{toctree}}\n:maxdepth: 1\n{entries}\n```\n")
+                index += [f"\n## [{title}]({page}.md)\n\n{text}\n", *map(summary, names)]
+    head = "# The library, in reading order\n\n```{toctree}\n:hidden:\n" + "\n".join(pages) + "\n```\n"
+    (folder / "index.md").write_text(head + "".join(index))
 
 
 def literal(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -168,7 +195,7 @@ def literal(app: Any, what: str, name: str, thing: Any, options: Any, lines: lis
         if first.startswith("- ") or not any(line.startswith(" ") for line in (first, *others)):
             parts = re.split(r"`([^`]*)`", paragraph)
             parts[::2] = [re.sub(r"([\\*|_`])", r"\\\1", part) for part in parts[::2]]
-            parts[1::2] = [f"``{part}``" for part in parts[1::2]]
+            parts[1::2] = [f"``{part.strip()}``" for part in parts[1::2]]
             written += ["".join(part + ("\\ " if i % 2 and parts[i + 1][:1].isalnum() else "") for i, part in enumerate(parts))]
         else:
             written += ["::", "\n".join(f"    {line}" for line in (first, *others))]
@@ -185,7 +212,25 @@ def entrance(app: Any, error: Exception | None) -> None:
                         dirs_exist_ok=True)
 
 
+def mathml(latex: str, display: str) -> str:
+    """A formula as MathML, display: inline or block. The converter knows `aligned` by the name `align*`, and no `\\_` in text."""
+    return convert(re.sub(r"\\(begin|end)\{aligned\}", r"\\\1{align*}", latex), display=display).replace(r"\_", "_")
+
+
+def write_inline(writer: Any, node: nodes.math) -> None:
+    """Sphinx's visitor of a formula in a sentence."""
+    writer.body.append(mathml(node.astext(), "inline"))
+    raise nodes.SkipNode
+
+
+def write_block(writer: Any, node: nodes.math_block) -> None:
+    """Sphinx's visitor of a formula between paragraphs; one that is wider than a telephone scrolls."""
+    writer.body.append(f'<div class="math">{mathml(node.astext(), "block")}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (write_inline, None), (write_block, None))
     app.connect("config-inited", write_library)
     app.connect("source-read", prepared)
     app.connect("autodoc-process-docstring", literal)

@@ -25,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that te
 GRID = (8, 16)
 LONGEST = "tests/lab/test_lessons.py"                # one process takes half an hour for them
 BY_TURNS = ("tests/lab/test_answers.py", "tests/lab/test_exercises.py", "tests/convert/test_reshard.py", "tests/experiments/",
-            "tests/bench/", "tests/inference/test_sample_images.py")
+            "tests/bench/", "tests/inference/test_sample_images.py", "tests/test_docs.py::test_the_site")
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 

@@ -209,6 +209,29 @@ def test_the_site_builds_without_a_warning_and_without_answers(tmp_path):
     linked = {name for lesson in (tmp_path / "site/html/notebooks").glob("*.html")
               for name in re.findall(r'href="\.\./(course/bench/results/\w+\.json)"', lesson.read_text())}
     assert len(linked) > 10 and all((tmp_path / "site/html" / name).is_file() for name in linked)
+    pages = {path: path.read_text() for path in (tmp_path / "site/html").rglob("*.html")}
+    assert {str(path.relative_to(tmp_path)): addresses for path, text in pages.items() if (addresses := loaded(text))} == {}
+    formulas = [formula for text in pages.values() for formula in re.findall(r"<math.*?</math>", text, re.DOTALL)]
+    assert len(formulas) > 100 and not [formula for formula in formulas if "\\" in formula or "&amp;" in formula]     # LaTeX
+    index = (tmp_path / "site/html/docs/api/index.html").read_text()
+    rows = dict(re.findall(r'href="[\w-]+\.html#([\w.]+)".*?<td><p>(.*?)</p></td>', index, re.DOTALL))
+    assert rows["course.utils.errors.CourseError"].startswith("Bad input, explained in one sentence")
+    assert len(rows) > 1000 and all(rows.values())
+
+
+def loaded(page: str) -> list[str]:
+    """What a page of HTML loads from the network: scripts, styles, fonts, pictures, frames. Links are only for a reader."""
+    tags = re.findall(r"<(?:script|link|img|iframe|source|object|embed|video|audio|image|use)\b[^>]*>", page)
+    styles = re.findall(r"url\([^)]*\)|@import[^;]*", page)
+    return [address for text in tags + styles for address in re.findall(r"""[("'=\s]((?:https?:)?//[^"' )>]*)""", text)]
+
+
+def test_what_a_page_loads_from_the_network_is_found():
+    assert loaded('<a href="https://pytorch.org">PyTorch</a><script src="_static/a.js"></script>'
+                  '<img src="data:image/png;base64,//9k.jg">') == []
+    assert loaded('<script defer src="https://example.org/mathjax.js"></script><link rel="stylesheet" href="//example.org/a.css">'
+                  "<style>@font-face { src: url(https://example.org/a.woff2) }</style>") == [
+        "https://example.org/mathjax.js", "//example.org/a.css", "https://example.org/a.woff2"]
 
 
 def test_every_public_name_says_what_it_is():
