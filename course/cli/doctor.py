@@ -28,6 +28,7 @@ from rich.table import Table
 from course.ops import triton_language
 from course.utils.errors import CourseError, did_you_mean
 from course.utils.machine import cores
+from course.utils.tables import print_table
 
 LIMIT = 60.0                                         # seconds that an import may take
 TE_CURE = ('with an NVIDIA GPU: conda env create -f environment.yml, or '
@@ -105,7 +106,7 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[row.ok]
         table.add_row(row.what, mark, (row.found + (f"\ncure: {row.cure}" if row.cure else "")).replace("[", r"\["))
-    Console().print(table)
+    print_table(table, Console())
 
 
 def python_rows() -> list[Row]:

@@ -22,6 +22,7 @@ from course.planner.search import Layout, Plan, as_plain, find_layouts
 from course.planner.search_space import FREE, KEYS, settings
 from course.utils.atomic_files import write_json
 from course.utils.errors import CourseError
+from course.utils.tables import print_table
 
 HIDDEN = 0.03                                       # parts below this share of a step are not named
 LIMIT = 0.1                                         # a part above this share of a step limits it
@@ -109,7 +110,7 @@ def show(plan: Plan, top: int) -> None:
                       f"{t.step * 1e3:,.0f}", f"{t.mfu:.0%}", f"{layout.memory.total / 1e9:.1f}",
                       f"{1 - layout.memory.total / h.memory:.0%}", short(speed(plan, layout)),
                       describe(layout.config, plan.config), *([parts(layout)] if roomy else []))
-    console.print(table)
+    print_table(table, console)
     for line in rest_of(plan, top):
         print(line)
     if plan.asked.free:

@@ -64,7 +64,7 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100" +
+            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100 without spaces" +
                               (", and no option of this command" if override.startswith("--") else ""))
         try:
             value: Any = text if is_path(key, text) else as_typed(text)

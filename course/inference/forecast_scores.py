@@ -74,8 +74,11 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
 def read_config(run: Path) -> Config:
     """The configuration of a run. Raises `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
-        what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
-        raise CourseError(f"{run} {what}: give the folder of a run, such as runs/vit-demo/default, or train one first")
+        preset = str(run) if str(run) in config.presets() else ""
+        what = ("is not the folder of a run (it has no config.yaml)" if run.exists() else
+                "is a preset, not a run" if preset else "does not exist")
+        raise CourseError(f"{run} {what}: give the folder of a run, such as runs/{preset or 'vit-demo'}/default, or train one "
+                          "first")
     return config.load(str(run / "config.yaml"))
 
 

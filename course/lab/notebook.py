@@ -274,7 +274,8 @@ def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
                                  "--port", "0", "--load_fast", "false"])              # 0: a free port
     address: str = server.launch()
     draw(IFrame(address, "100%", height))
-    print(f"TensorBoard of {logdir}: {address}")
+    print(f"TensorBoard of {logdir}: {address}" +
+          ("" if Path(logdir).exists() else f" (empty: {Path(logdir).resolve()} does not exist yet; a run makes it)"))
     return address
 
 

@@ -63,7 +63,7 @@ def server(home: Path) -> Iterator[tuple[str, str]]:
         port = probe.getsockname()[1]
     config = home.parent / "config/jupyter_server_config.json"
     config.parent.mkdir()
-    config.write_text(json.dumps({"ServerApp": {"port": port}}))
+    config.write_text(json.dumps({"ServerApp": {"port": port}, "LabApp": {"expose_app_in_browser": True}}))
     environment = os.environ | {name: str(home.parent / folder) for name, folder in OWN.items()}
     log = home.parent / "server.log"
     command = ["make", "lab", "--assume-old=.venv/.lab", f"CURDIR={home}"]     # it installs nothing: what is there is tested

@@ -8,7 +8,8 @@ from typing import Any
 from PIL import Image
 
 LONGEST = 240                                        # seconds that anything may take, on a machine that has other work
-NULL, ENTER, SHIFT, CONTROL, END, HOME, LEFT, RIGHT = "\ue000\ue007\ue008\ue009\ue010\ue011\ue012\ue014"   # NULL lets go of all
+NULL, ENTER, SHIFT, CONTROL, END, HOME = "\ue000\ue007\ue008\ue009\ue010\ue011"        # NULL lets go of all
+LEFT, RIGHT = "\ue012\ue014"
 SEEN = """
 const shown = [...arguments[0].querySelectorAll('.widget-html-content b, img.widget-image')].filter(e => e.offsetParent);
 return shown.map(e => {
@@ -19,6 +20,18 @@ return shown.map(e => {
     canvas.getContext('2d').drawImage(e, 0, 0);
     return canvas.toDataURL();
 }).join('');
+"""
+
+
+# What does not fit, of all that is shown below the top: scroll bars, and text that ends before it is all said.
+CUT = """
+const size = e => e.clientWidth + ' of ' + e.scrollWidth + ' pixels, ';
+const name = e => size(e) + e.tagName + '.' + [...e.classList].join('.') + ': ' + e.textContent.trim().slice(0, 60);
+return [...document.querySelectorAll('.jp-Notebook .jp-Cell *')].filter(e => {
+    const style = getComputedStyle(e), wider = e.scrollWidth - e.clientWidth;
+    if (!e.offsetParent || !e.clientWidth || wider <= 1 || style.overflowX == 'visible') return false;
+    return style.overflowX != 'hidden' || style.textOverflow == 'ellipsis' || e.closest('.jupyter-widgets');
+}).map(name);
 """
 
 
@@ -60,6 +73,29 @@ class Lab:
         self.browser.get(f"{self.address}/lab/tree/{notebook}?token={self.token}&reset")
         self.one(".jp-Notebook .jp-CodeCell .cm-content")
         self.wait(lambda: "| Idle" in self.one("#jp-main-statusbar").text, "no kernel")   # a restart before would be lost
+
+    def resize(self, width: int) -> None:
+        """Make the window this wide; JupyterLab looks at it when a notebook is opened."""
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                                     {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False})
+
+    def hide_files(self) -> None:
+        """Close the file browser, as in a narrow window."""
+        if self.all(".jp-DirListing-content") and self.all(".jp-DirListing-content")[0].is_displayed():
+            self.browser.execute_async_script("window.jupyterapp.commands.execute('application:toggle-left-area')"
+                                              ".then(arguments[0])")
+        self.wait(lambda: not self.all(".jp-DirListing-content")[0].is_displayed(), "the files are still there")
+
+    def theme(self, name: str) -> None:
+        """Show the page in the theme "Light" or "Dark"."""
+        self.browser.execute_async_script("window.jupyterapp.commands.execute('apputils:change-theme', {theme: arguments[0]})"
+                                          ".then(arguments[1])", f"JupyterLab {name}")
+        light = "true" if name == "Light" else "false"
+        self.wait(lambda: self.browser.execute_script("return document.body.dataset.jpThemeLight") == light, f"not {name}")
+
+    def cut(self) -> list[str]:
+        """What does not fit its cell: elements with a scroll bar from left to right, or whose text is cut."""
+        return self.browser.execute_script(CUT)
 
     def cell(self, text: str) -> Any:
         """The first code cell in whose source this text stands."""
@@ -109,23 +145,38 @@ class Lab:
         """The picture of a cell's widget, pixel by pixel, or the sentence in its place; empty before there is one."""
         return self.browser.execute_script(SEEN, cell)
 
-    def sliders(self, cell: Any) -> dict[str, Any]:
-        """The sliders of a cell's widget by their names."""
-        return {self.all("label", slider)[0].text: slider for slider in self.all(".widget-slider", cell)}
+    def controls(self, cell: Any) -> dict[str, Any]:
+        """The sliders, lists and buttons of a cell's widget by their names."""
+        found = self.all(".widget-slider, .widget-dropdown, .widget-toggle-buttons", cell)
+        return {self.all("label", control)[0].text: control for control in found}
 
-    def value(self, slider: Any) -> str:
-        """What stands beside a slider."""
-        return self.all(".widget-readout", slider)[0].text
+    def value(self, control: Any) -> str:
+        """The value that a control shows."""
+        return self.browser.execute_script("""
+            const list = arguments[0].querySelector('select');
+            return list ? list.selectedOptions[0].text : arguments[0].querySelector('.widget-readout, .mod-active').textContent;
+        """, control).strip()
 
-    def is_last(self, slider: Any) -> bool:
-        handle = self.all(".noUi-handle", slider)[0]
-        return handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+    def is_last(self, control: Any) -> bool:
+        return self.browser.execute_script("""
+            const list = arguments[0].querySelector('select'), handle = arguments[0].querySelector('.noUi-handle');
+            if (handle) return handle.ariaValueNow == handle.ariaValueMax;
+            return list ? list.selectedIndex == list.length - 1 : !arguments[0].querySelector('.mod-active').nextElementSibling;
+        """, control)
 
-    def move(self, cell: Any, slider: Any, key: str) -> str:
-        """Press a key on the handle of a slider, and wait for another value, and another picture; returns the one before."""
-        value, before = self.value(slider), self.wait(lambda: self.seen(cell), "no picture")
-        self.all(".noUi-handle", slider)[0].send_keys(key)
-        self.wait(lambda: self.value(slider) != value, f"the slider at {value} does not move")
+    def move(self, cell: Any, control: Any, step: int) -> str:
+        """Go to the next value of a control (1) or back (-1); wait for it and for another picture, and return the one before."""
+        from selenium.webdriver.support.select import Select
+
+        value, before = self.value(control), self.wait(lambda: self.seen(cell), "no picture")
+        if handles := self.all(".noUi-handle", control):
+            handles[0].send_keys(RIGHT if step > 0 else LEFT)
+        elif lists := self.all("select", control):
+            choice = Select(lists[0])
+            choice.select_by_index(choice.options.index(choice.first_selected_option) + step)
+        else:
+            next(button for button in self.all("button", control) if button.text != value).click()
+        self.wait(lambda: self.value(control) != value, f"the control at {value} does not move")
         self.wait(lambda: self.seen(cell) not in ("", before), f"nothing changes after {value} in {self.source(cell)}")
         return before
 

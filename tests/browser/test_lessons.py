@@ -10,15 +10,16 @@ from typing import Any
 
 import nbformat
 import pytest
+from nbformat.sign import NotebookNotary
 
 from course.lab.authoring.lessons import ROOT
 from course.lab.checks import notebook_cells
 from course.lab.mistakes.lesson00_start_here import MISTAKES
-from tests.browser.lab import LEFT, RIGHT, Lab
+from tests.browser.lab import Lab
 
 pytestmark = pytest.mark.xdist_group("browser")     # one JupyterLab for all, where groups are kept together
 
-# Values that a slider keeps once it has been moved, by lesson, so that the sliders after it have something to change: only the
+# Values that a control keeps once it has been moved, by lesson, so that the controls after it have something to change: only the
 # interleaved schedule has chunks, and one GPU has nothing to cut.
 KEPT = {"12": {"schedule": "interleaved"}, "17": {"batch": "64", "gpus": "8", "tp": "2"}}
 # Stand-ins by lesson: the forecasts of the model that lesson 01 trains are noise here.
@@ -48,6 +49,7 @@ def write(path: Path, sources: list[str]) -> None:
 
 def test_a_learner_does_lesson_00(lab: Lab):
     lab.open("notebooks/00_start_here.ipynb")
+    lab.wait(lambda: "01_baseline.ipynb" in lab.one(".jp-DirListing-content").text, "the file browser does not show the lessons")
     see_no_strangers(lab)
     lab.restart_and_run_all()
     assert lab.prompts()[-1] == "[ ]:"               # it stops at the first exercise
@@ -73,40 +75,63 @@ def test_a_learner_does_lesson_00(lab: Lab):
     assert prompts == [f"[{number}]:" for number in range(1, len(prompts) + 1)]
     lab.wait(lambda: "rank 3 of 4 has the sum 6" in lab.shown(lab.cell("def add_up")), "no sum")
     roof = lab.cell("widgets.explore(")
-    move_each_slider(lab, roof, "00")
+    move_each_control(lab, roof, "00")
     keep(lab, "slider", lab.all(".jp-OutputArea", roof)[0])
 
 
 def see_no_strangers(lab: Lab) -> None:
-    """Nothing asks or offers what is not the course's: no news, no nbgrader; the files are the lessons."""
-    lab.wait(lambda: "01_baseline.ipynb" in lab.one(".jp-DirListing-content").text, "the file browser does not show the lessons")
+    """Nothing asks or offers what is not the course's: no news, no nbgrader."""
     assert not lab.all(".Toastify__toast") and not lab.all(".jp-Dialog")
     assert not [item.text for item in lab.all(".lm-MenuBar-itemLabel") if "nbgrader" in item.text.lower()]
     assert not [item for item in lab.all(".jp-Toolbar button, .jp-Toolbar jp-button") if "Validate" in item.text]
     assert not lab.all("[data-id='nbgrader-create-assignment'], [title*='Create Assignment']")
 
 
-def test_each_widget_of_the_other_lessons_follows_its_sliders(lab: Lab, home: Path):
-    found = widgets()
-    masters = [master.read_text() for master in ROOT.glob("solutions/*.py")]
-    assert len(found) + 1 == sum(text.count("widgets.explore(") for text in masters)
+def test_each_widget_of_the_other_lessons_follows_its_controls(lab: Lab, home: Path):
+    masters = sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))[1:]
+    found = [(master.stem[:2], source) for master in masters for source in widgets(master)]
+    assert len(found) == sum(master.read_text().count("widgets.explore(") for master in masters)
     write(home / "notebooks/widgets.ipynb", [source for _, source in found])
     lab.open("notebooks/widgets.ipynb")
     for (lesson, _), cell in zip(found, lab.all(".jp-CodeCell"), strict=True):
         lab.run(cell)
-        move_each_slider(lab, cell, lesson)
+        move_each_control(lab, cell, lesson)
     keep(lab, "planner", lab.all(".jp-OutputArea", cell)[0])
 
 
-def move_each_slider(lab: Lab, cell: Any, lesson: str) -> None:
-    """Each slider of a cell's widget changes the picture, or puts a sentence in its place; moved back, it brings it back."""
-    for name, slider in lab.wait(lambda: lab.seen(cell) and lab.sliders(cell), f"lesson {lesson}: no picture").items():
-        last = lab.is_last(slider)
-        before = lab.move(cell, slider, LEFT if last else RIGHT)
-        lab.move(cell, slider, RIGHT if last else LEFT)
+def move_each_control(lab: Lab, cell: Any, lesson: str) -> None:
+    """Each control of a cell's widget changes the picture, or puts a sentence in its place; moved back, it brings it back."""
+    for name, control in lab.wait(lambda: lab.seen(cell) and lab.controls(cell), f"lesson {lesson}: no picture").items():
+        step = -1 if lab.is_last(control) else 1
+        before = lab.move(cell, control, step)
+        lab.move(cell, control, -step)
         lab.wait(lambda: lab.seen(cell) == before, f"lesson {lesson}: {name}, moved back, shows another picture")   # noqa: B023
-        while (value := KEPT.get(lesson, {}).get(name)) and lab.value(slider) != value:
-            lab.move(cell, slider, RIGHT)
+        while (value := KEPT.get(lesson, {}).get(name)) and lab.value(control) != value:
+            lab.move(cell, control, 1)
+
+
+@pytest.mark.parametrize("lesson", ["00", "10", "17"])
+def test_a_lesson_that_has_run_fits_the_window(lab: Lab, home: Path, lesson: str):
+    master, = ROOT.glob(f"solutions/{lesson}_*.py")
+    notebook = nbformat.read(master.with_suffix(".ipynb"), as_version=4)
+    live = iter(widgets(master))
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and "widgets.explore(" in cell.source:
+            cell.source, cell.outputs = next(live), []
+    nbformat.write(notebook, home / f"notebooks/{lesson}_fits.ipynb")
+    NotebookNotary(data_dir=str(home.parent / "share")).sign(notebook)     # as if it had run here, so that all outputs are shown
+    for width in (720, 1280):
+        lab.resize(width)
+        lab.open(f"notebooks/{lesson}_fits.ipynb")
+        if width == 720:
+            lab.hide_files()
+        for cell in [cell for cell in lab.all(".jp-CodeCell") if "widgets.explore(" in lab.source(cell)]:
+            lab.run(cell)
+            lab.wait(lambda: lab.seen(cell), "no picture")          # noqa: B023
+        for name in ("Light", "Dark"):
+            lab.theme(name)
+            see_no_strangers(lab)
+            assert lab.cut() == [], f"{name}, {width} pixels"
 
 
 def test_tensorboard_opens_in_the_notebook(lab: Lab, home: Path):
@@ -122,16 +147,14 @@ def test_tensorboard_opens_in_the_notebook(lab: Lab, home: Path):
     keep(lab, "tensorboard", lab.all(".jp-OutputArea", cell)[0])
 
 
-def widgets() -> list[tuple[str, str]]:
-    """(lesson, a cell that runs alone) for each widget of the lessons after 00, all exercises being done."""
-    found = []
-    for master in sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))[1:]:
-        lesson, earlier = master.stem[:2], []
-        for cell in notebook_cells.load_notebook(master).cells:
-            for statement in ast.parse(cell.source).body if cell.cell_type == "code" else []:
-                if "widgets.explore(" in ast.unparse(statement):
-                    found.append((lesson, alone(statement, earlier, GIVEN.get(lesson, ""))))
-                earlier.append(statement)
+def widgets(master: Path) -> list[str]:
+    """A cell that runs alone for each widget of a lesson, all exercises being done."""
+    found, earlier = [], []
+    for cell in notebook_cells.load_notebook(master).cells:
+        for statement in ast.parse(cell.source).body if cell.cell_type == "code" else []:
+            if "widgets.explore(" in ast.unparse(statement):
+                found.append(alone(statement, earlier, GIVEN.get(master.stem[:2], "")))
+            earlier.append(statement)
     return found
 
 

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Mixtral of `transformers`, randomly initialised: the same logits here, and back there."""
+"""GPT-2, Llama and Mixtral of `transformers`, randomly initialized: the same logits here, and back there."""
 
 import json
 import math

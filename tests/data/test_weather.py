@@ -55,7 +55,7 @@ def quiet(*_: object) -> None:
 def test_transforms_there_and_back(truncation):
     """Analysis undoes synthesis to rounding: quadrature is exact, and the functions are orthonormal."""
     ball, value = sphere(truncation), spectrum(truncation, 3)
-    assert torch.allclose(ball.analyse(ball.synthesise(value)), value, atol=1e-12, rtol=0)
+    assert torch.allclose(ball.analyze(ball.synthesize(value)), value, atol=1e-12, rtol=0)
 
 
 def test_the_mean_square_is_that_of_the_coefficients():
@@ -63,7 +63,7 @@ def test_the_mean_square_is_that_of_the_coefficients():
     ball, value = sphere(), spectrum(21)
     twice = torch.full((22,), 2.0)
     twice[0] = 1
-    assert ball.mean(ball.synthesise(value) ** 2).item() == pytest.approx((value.abs() ** 2 * twice).sum().item())
+    assert ball.mean(ball.synthesize(value) ** 2).item() == pytest.approx((value.abs() ** 2 * twice).sum().item())
 
 
 def test_wind_and_back_to_vorticity_and_divergence():
@@ -80,7 +80,7 @@ def test_solid_body_rotation_has_the_vorticity_of_theory():
     """u = U cos(latitude): vorticity 2 U sin(latitude) / a, no divergence (Williamson et al. 1992, case 2)."""
     ball = sphere()
     u = (40 * (1 - ball.mu**2).sqrt()).expand(-1, ball.columns)
-    vorticity = ball.synthesise(ball.curl(u, 0 * u))
+    vorticity = ball.synthesize(ball.curl(u, 0 * u))
     assert torch.allclose(vorticity, (80 / RADIUS * ball.mu).expand_as(vorticity), atol=1e-18)
     assert ball.divergence(u, 0 * u).abs().max() < 1e-18
 
@@ -89,7 +89,7 @@ def test_gradient_of_a_known_field():
     """x = a cos(latitude) cos(longitude): its eastward slope is -sin(longitude), northward -sin(lat) cos(lon)."""
     ball = sphere()
     lon = torch.arange(ball.columns, dtype=torch.float64) * 2 * math.pi / ball.columns
-    east, north = ball.gradient(ball.analyse(RADIUS * (1 - ball.mu**2).sqrt() * lon.cos()))
+    east, north = ball.gradient(ball.analyze(RADIUS * (1 - ball.mu**2).sqrt() * lon.cos()))
     assert torch.allclose(east, (-lon.sin()).expand_as(east), atol=1e-12)
     assert torch.allclose(north, -ball.mu * lon.cos(), atol=1e-12)
 
@@ -105,7 +105,7 @@ def test_another_grid_shows_the_same_field():
     value = torch.zeros(22, 22, dtype=torch.complex128)
     value[1, 0] = 1
     want = torch.as_tensor(math.sqrt(3) * np.sin(np.deg2rad(layout.latitudes(9))))[:, None]
-    assert torch.allclose(view.synthesise(value), want.expand(9, 14))
+    assert torch.allclose(view.synthesize(value), want.expand(9, 14))
 
 
 def test_gaussian_grids():
@@ -129,7 +129,7 @@ def test_a_balanced_zonal_flow_stays_steady():
         state[:, 0:2] = ball.curl(u, 0 * u)
         state[:, 4:6, 0, 0] = warm
         fall = (RADIUS * OMEGA * speed + speed**2 / 2) * balance * ball.mu**2 / (GAS * warm)
-        state[:, 6] = ball.analyse((MEAN_PRESSURE * torch.exp(-fall)).expand(-1, ball.columns).contiguous())
+        state[:, 6] = ball.analyze((MEAN_PRESSURE * torch.exp(-fall)).expand(-1, ball.columns).contiguous())
         later = air.advance(state, 24)
         return (air.winds_and_slopes(later)[0] - air.winds_and_slopes(state)[0]).abs().max().item()
 
@@ -197,7 +197,7 @@ def test_forced_energy_is_steady_and_the_fields_are_weather():
     upper, lower = torch.stack(winds).mean(0)
     assert upper[4:12].max() > 20 and upper[20:28].max() > 20                            # m/s, a jet on each side
     assert lower[13:19].mean() < 0 < min(lower[4:12].max(), lower[20:28].max())
-    temperature = air.sphere.synthesise(state[:, 5]).mean((0, 2))
+    temperature = air.sphere.synthesize(state[:, 5]).mean((0, 2))
     assert temperature[14:18].mean() - temperature[[0, 1, -2, -1]].mean() > 30
 
 

@@ -72,7 +72,7 @@ def test_compiled_follows_eager(small_data, tmp_path):
 
 
 def test_no_step_waits_for_the_gpu(small_data, tmp_path):
-    """PyTorch's own detector: an implicit synchronisation in a step is an error."""
+    """PyTorch's own detector: an implicit synchronization in a step is an error."""
     from tests.training import test_step
 
     parts = test_step.assemble("precision=bf16", "train.micro_batch=2", "optim.clip=1", device=torch.device("cuda"))

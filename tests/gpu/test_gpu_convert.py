@@ -113,7 +113,7 @@ def test_ours_in_theirs(name, rows, dtype, tmp_path, record_property):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_theirs_in_ours(name, rows, dtype, tmp_path, record_property):
-    """Layers as TE initialises them, with norms and biases that are not trivial; the rest of the model is of no account."""
+    """Layers as TE initializes them, with norms and biases that are not trivial; the rest of the model is of no account."""
     run, made = fresh(tmp_path / "runs" / "x" / "first", name)
     c = made.model
     command.convert(World(), run, tmp_path / "rest.safetensors", to="te", rows=rows)

@@ -77,6 +77,7 @@ def test_a_step_of_days_is_pictured_after_one(tiny, monkeypatch, days, hours):
 @pytest.mark.parametrize(("change", "words"), [
     (lambda run: run.parent, r"not the folder of a run .*: give the folder of a run, such as runs/vit-demo/default"),
     (lambda run: run.parent / "defalut", r"defalut does not exist: give the folder of a run"),
+    (lambda run: Path("gpt-demo"), r"gpt-demo is a preset, not a run: give the folder of a run, such as runs/gpt-demo/default"),
     (lambda run: [file.unlink() for d in (run / "checkpoints").iterdir() for file in d.iterdir()] and run, "damaged"),
 ])
 def test_bad_runs_are_explained(run, change, words):

@@ -224,7 +224,7 @@ def test_who_stopped_where_among_ranks(body, words, hint, monkeypatch):
     monkeypatch.setattr(check, "RANK_SECONDS", 10.0)
     begin = time.monotonic()
     found = verdict("average-gradients", AVERAGE + body)
-    told = render.text(found, colour=False)
+    told = render.text(found, color=False)
     assert not found.passed and all(word.lower() in told.lower() for word in words), told
     assert hint in found.hint and ("same collectives" in found.hint) == ("same collectives" in hint)
     assert "Traceback" not in told and "site-packages" not in told
@@ -348,7 +348,7 @@ def test_what_was_not_tried_is_neither_held_nor_failed():
     fact = check.claim_fact("it trains", ["not tried: first that"] * 2, "not tried: first that")
     assert fact == check.Fact(False, "it trains: not tried: first that", tried=False)
     found = check.Verdict("x", (check.Fact(True, "fine"), fact))
-    assert not found.passed and "  – it trains: not" in render.text(found, colour=False)
+    assert not found.passed and "  – it trains: not" in render.text(found, color=False)
     assert "–</b> it trains" in render.html(found) and "✗" not in render.html(found)
 
 
@@ -358,7 +358,7 @@ def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
                                                                                    "backward[:-1]\n    return "
                                                                                    "alternate(forward, backward")
     found = verdict("1f1b", source)
-    told = render.text(found, colour=False)
+    told = render.text(found, color=False)
     assert "✗ on 2 ranks: in simulation every rank does every pass once: no, in some pipeline passes are missing" in told
     assert "rank 0" not in told and "it is for ever, for ever, for ever, for ever; it should be " in told
     assert "– on 2 ranks: the library trains with it: the losses of two steps are right: not tried" in told
@@ -366,7 +366,7 @@ def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
 
 @pytest.mark.slow
 def test_a_loss_in_float32_spoils_what_is_said_of_it_and_no_more():
-    told = render.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), colour=False)
+    told = render.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), color=False)
     assert "✗ the returned loss is in the format of what you are given, here float64: no, it is in another one" in told
     assert told.count("not compared, since the format is another one") == 3 and told.count("✗") == 1 and "9 of 26" in told
 
@@ -446,7 +446,7 @@ def test_differ_knows_shapes_types_and_sizes():
 def test_a_verdict_in_words_and_in_html():
     facts = (check.Fact(True, "fine"), check.Fact(False, "<script>alert(1)</script>\x1b[2J"))
     bad = check.Verdict("x", facts, "a <b>hint</b>", "out<put")
-    plain, rich = render.text(bad, colour=False), render.html(bad)
+    plain, rich = render.text(bad, color=False), render.html(bad)
     assert "✓ fine" in plain and "✗ <script>" in plain and "hint: a <b>hint</b>" in plain and "\x1b" not in plain
     assert "<script>" not in rich and "&lt;script&gt;" in rich and "1 of 2" in rich and "out&lt;put" in rich
     good = check.Verdict("x", (check.Fact(True, "fine"),))

@@ -31,8 +31,8 @@ def test_the_picture_has_a_line_for_each_link():
     pairs = {pair: count for pair, count in LINKS.items() if pair[0] < pair[1] and count}
     axis = fabric.node(pairs, [[0, 1], [2, 3]], "links").axes[0]
     assert len(axis.lines) == sum(pairs.values()) == 24 and [text.get_text() for text in axis.texts] == list("01234567")
-    colours = [circle.get_edgecolor() for circle in axis.patches]
-    assert colours[0] == colours[1] != colours[2] == colours[3] and len(set(colours[4:])) == 1
+    colors = [circle.get_edgecolor() for circle in axis.patches]
+    assert colors[0] == colors[1] != colors[2] == colors[3] and len(set(colors[4:])) == 1
 
 
 def test_curves_are_drawn_with_their_fits():

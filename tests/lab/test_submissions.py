@@ -27,7 +27,7 @@ def read(**answers):
 def test_an_answer_that_cannot_be_run_is_told_to_whom_it_concerns(source, hidden, hint):
     found = judge_exercise(find("roofline"), read(roofline=source), 5, hidden)
     assert found.hint.startswith(hint) and ("hand it in" in found.hint) == hidden
-    text = render.text(found, colour=False)
+    text = render.text(found, color=False)
     assert "0 of 1 checks hold" in text and "<unknown>" not in text
     assert "line 2, `return max(f / p, m / b`" in text or "roofline_seconds is not defined" in text
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from course.utils.errors import CourseError
+from course.utils.errors import CourseError, did_you_mean
 
 FOLDER = Path(__file__).parent
 LABELS = ("case", "configuration", "name")           # fields that identify a row
@@ -24,8 +24,8 @@ def load(name: str) -> dict[str, Any]:
     """Load the recorded measurement NAME.json. The object is cached: do not modify it. Raises `CourseError` if there is none."""
     path = FOLDER / f"{name}.json"
     if not path.is_file():
-        available = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
-        raise CourseError(f"there is no recorded result {name}; there are {available}")
+        available = sorted(file.stem for file in FOLDER.glob("*.json"))
+        raise CourseError(f"there is no recorded result {name}{did_you_mean(name, available)}; there are {', '.join(available)}")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 

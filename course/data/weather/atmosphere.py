@@ -72,8 +72,8 @@ def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lo
     total = torch.zeros_like(lat + lon)
     lat = torch.deg2rad(lat)
     for north, east, radius, height in shapes:
-        centre = math.radians(north)
-        cosine = lat.sin() * math.sin(centre) + lat.cos() * math.cos(centre) * torch.deg2rad(lon - east).cos()
+        center = math.radians(north)
+        cosine = lat.sin() * math.sin(center) + lat.cos() * math.cos(center) * torch.deg2rad(lon - east).cos()
         total += height * torch.exp(2 * (cosine - 1) / math.radians(radius) ** 2)
     return total
 
@@ -104,7 +104,7 @@ class Atmosphere:
         lat = torch.rad2deg(torch.asin(self.sphere.mu))                                  # (lat, 1)
         lon = torch.arange(columns, dtype=dtype, device=device) * 360 / columns          # (lon,)
         self.land = land(lat, lon)                                                       # (lat, lon)
-        self.ground = self.sphere.analyse(mountains(lat, lon) * physics.mountains)       # (l, m), m²/s²
+        self.ground = self.sphere.analyze(mountains(lat, lon) * physics.mountains)       # (l, m), m²/s²
         self.coriolis = 2 * OMEGA * self.sphere.mu                                       # (lat, 1)
         self.warmth = self.still_temperature()                                           # (layer, lat, lon), K
         drag = (1 - self.land) / physics.drag_days + self.land / physics.drag_land_days
@@ -129,10 +129,10 @@ class Atmosphere:
         """The initial state: jets in balance with the temperature, plus random eddies for each (seed, year): (years, 8, l, m)."""
         sphere, size = self.sphere, self.sphere.truncation + 1
         state = self.ground.new_zeros(len(years), len(FIELDS), size, size)
-        state[:, 4:6] = sphere.analyse(self.warmth)
-        state[:, 6] = sphere.analyse(MEAN_PRESSURE * torch.exp(-sphere.synthesise(self.ground) / (GAS * 270)))
+        state[:, 4:6] = sphere.analyze(self.warmth)
+        state[:, 6] = sphere.analyze(MEAN_PRESSURE * torch.exp(-sphere.synthesize(self.ground) / (GAS * 270)))
         state[:, 6] *= MEAN_PRESSURE / state[:, 6, :1, :1]
-        state[:, 7] = sphere.analyse(0.6 * saturation(self.warmth[1]))
+        state[:, 7] = sphere.analyze(0.6 * saturation(self.warmth[1]))
         # Thermal wind over a lower layer at rest; 3e-5 limits it near the equator, where f vanishes.
         slope = GAS * math.log(2) * sphere.gradient(state[0, 4:6].mean(0) * 2)[1].mean(-1, keepdim=True)     # (lat, 1)
         jet = (-slope * self.coriolis / (self.coriolis**2 + 3e-5**2)).expand(-1, sphere.columns).contiguous()
@@ -148,7 +148,7 @@ class Atmosphere:
     def tendency(self, state: Tensor) -> Tensor:
         """d state / dt, (years, 8, l, m)."""
         sphere = self.sphere
-        values = sphere.synthesise(state)                                                    # (years, 8, lat, lon)
+        values = sphere.synthesize(state)                                                    # (years, 8, lat, lon)
         spin, spread, temperature = (values[:, i:i + 2] for i in (0, 2, 4))                  # (years, 2, lat, lon)
         ps, water = values[:, 6:7], values[:, 7:8]                                           # (years, 1, lat, lon)
         wind, slope = self.winds_and_slopes(state)                                           # (2, years, 2 and 3, lat, lon)
@@ -171,7 +171,7 @@ class Atmosphere:
         warming = -(wind * slope[:, :, :2]).sum(0) - sinking * (temperature[:, 1:] - temperature[:, :1])
         warming = warming + GAS / HEAT * temperature * (along - squeeze)
         heating, rain = self.sources(temperature, water)
-        scalars = sphere.analyse(torch.cat([(u**2 + v**2) / 2, warming + heating, rain], 1))                 # 2 + 2 + 1
+        scalars = sphere.analyze(torch.cat([(u**2 + v**2) / 2, warming + heating, rain], 1))                 # 2 + 2 + 1
         div = div - sphere.laplacian * (scalars[:, :2] + self.geopotential(state[:, 4:6], self.ground))
         return torch.cat([curl, div, scalars[:, 2:4], -outflow[:, :1], scalars[:, 4:] - outflow[:, 1:]], 1)
 
@@ -259,8 +259,8 @@ class Atmosphere:
 
     def budget(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Area means of mass (kg/m²), total energy and kinetic energy (J/m²), each float64 (years,)."""
-        values = self.sphere.synthesise(state).double()
-        ground = self.sphere.synthesise(self.ground).double()
+        values = self.sphere.synthesize(state).double()
+        ground = self.sphere.synthesize(self.ground).double()
         wind = self.winds_and_slopes(state)[0].double()
         mass = values[:, 6] / GRAVITY                                                        # (years, lat, lon)
         kinetic = mass * (wind**2).sum(0).mean(1) / 2

@@ -243,7 +243,7 @@ class ChannelView:
         mu = np.sin(np.deg2rad(layout.latitudes(grid[0])))
         self.sphere = Sphere(air.sphere.truncation, mu, grid[1], dtype=like.dtype, device=like.device)
         self.at_once = max(1, 200_000 // (grid[0] * grid[1]))                            # years: bounds memory
-        self.ground = self.sphere.synthesise(air.ground)                                 # (lat, lon), m²/s²
+        self.ground = self.sphere.synthesize(air.ground)                                 # (lat, lon), m²/s²
         self.land = land(lat, lon)                                                       # (lat, lon)
         self.sea = 271 + 30 * torch.deg2rad(lat).cos() ** 3                              # (lat, 1), K
         self.turn = torch.tanh(5 * torch.deg2rad(lat).sin()) * (0.2 + 0.25 * self.land)  # turn of the 10 m wind, radians
@@ -251,7 +251,7 @@ class ChannelView:
     def channels(self, state: Tensor) -> Tensor:
         """A state (years, 8, l, m) to float32 (years, 20, lat, lon), in the order and units of `layout.CHANNELS`."""
         winds = self.sphere.wind(state[:, 0:2], state[:, 2:4])                           # (2, years, 2, lat, lon)
-        t1, t2, ps, water = self.sphere.synthesise(state[:, 4:]).unbind(1)               # (years, lat, lon)
+        t1, t2, ps, water = self.sphere.synthesize(state[:, 4:]).unbind(1)               # (years, lat, lon)
         lapse = (t2 - t1) / math.log(3)                                                  # K per unit of ln(pressure)
         heights = Atmosphere.geopotential(torch.stack([t1, t2], 1), self.ground)         # (years, 2, lat, lon)
 

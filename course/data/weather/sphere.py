@@ -60,7 +60,7 @@ def smooth(number: int) -> bool:
 class Sphere:
     """Transforms on one grid. Spectra are complex (..., l, m), fields real (..., latitude, longitude).
 
-    `mu`: sines of the latitudes. `weights`: quadrature weights (from `gaussian`); `analyse`, `divergence`, `curl` and
+    `mu`: sines of the latitudes. `weights`: quadrature weights (from `gaussian`); `analyze`, `divergence`, `curl` and
     `mean` need them. Lengths are in meters, derivatives per meter.
     """
 
@@ -86,11 +86,11 @@ class Sphere:
             self.p_back = constant((p * weights).transpose(0, 2, 1))                 # (m, lat, l)
             self.slope_back = constant(back.transpose(0, 2, 1))                      # (m, 2 lat, l)
 
-    def synthesise(self, spectra: Tensor) -> Tensor:
+    def synthesize(self, spectra: Tensor) -> Tensor:
         """Transform coefficients (..., l, m) to values (..., lat, lon)."""
         return self.along_longitude(per_wave(spectra, self.p))
 
-    def analyse(self, fields: Tensor) -> Tensor:
+    def analyze(self, fields: Tensor) -> Tensor:
         """Transform values (..., lat, lon) to coefficients (..., l, m), dropping waves beyond the truncation."""
         return per_wave(self.waves(fields), self.p_back)
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from course.lab.authoring import hidden_answers
-from course.utils.errors import CourseError
+from course.utils.errors import CourseError, did_you_mean
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"  # nbgrader's own markers
 UNWRITTEN = "not implemented yet"                    # what a blank raises
@@ -55,7 +55,8 @@ def find_object(dotted: str) -> LibraryObject:
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and node.name == name:
             return LibraryObject(module, name, file, text, tree, node)
-    raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level")
+    there = [node.name for node in tree.body if isinstance(node, Function | ast.ClassDef)]
+    raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level{did_you_mean(name, there)}")
 
 
 def answer_source(*objects: str, marked: bool = False, written: Collection[str] = ()) -> str:

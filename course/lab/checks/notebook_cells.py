@@ -119,7 +119,8 @@ def parse_script(text: str, path: Path) -> Any:
 def read_text(path: Path) -> str:
     """The text of a notebook or script. Raises `CourseError` if it is missing, too large, or of another type."""
     if path.suffix.lower() not in (".ipynb", ".py"):
-        raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
+        raise CourseError(f"{path}: give a notebook (.ipynb), such as notebooks/00_start_here_mine.ipynb, or a script in percent "
+                          "format (.py)")
     if not path.is_file():
         siblings = [file.name for file in path.parent.glob(f"*{path.suffix}")]
         raise CourseError(f"{path}: there is no such file{did_you_mean(path.name, siblings)}")

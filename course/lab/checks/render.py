@@ -54,10 +54,10 @@ def shown_output(verdict: Verdict, graded: bool = False) -> str:
     return UNSHOWN if graded else printable(end_of(verdict.output))
 
 
-def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
+def text(verdict: Verdict, color: bool = True, graded: bool = False) -> str:
     """Lines for a terminal. Marks and words carry the same information without color."""
     def paint(code: str, line: str) -> str:
-        return f"{code}{line}{PLAIN}" if colour else line
+        return f"{code}{line}{PLAIN}" if color else line
 
     lines = [paint(GREEN if verdict.passed else RED, headline(verdict))]
     for fact in verdict.facts:
@@ -87,9 +87,9 @@ def html(verdict: Verdict, graded: bool = False) -> str:
 
 def badge(what: str) -> str:
     """A mark of `MARKS` as HTML: white on its color."""
-    mark, _, colour = MARKS[what]
+    mark, _, color = MARKS[what]
     shape = "border-radius:.25em;display:inline-block;width:1.3em;text-align:center"
-    return f'<b style="background:{colour};color:#ffffff;{shape}">{mark}</b>'
+    return f'<b style="background:{color};color:#ffffff;{shape}">{mark}</b>'
 
 
 def printable(text: str) -> str:

@@ -517,7 +517,7 @@ def write_junit(graded: Sequence[Graded], path: Path) -> None:
             if not verdict.passed:
                 kind = "error" if verdict.unchecked else "failure"
                 failure = ElementTree.SubElement(case, kind, message=render.headline(verdict))
-                failure.text = render.text(verdict, colour=False, graded=True)
+                failure.text = render.text(verdict, color=False, graded=True)
     with atomic(path) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8", xml_declaration=True)
 
