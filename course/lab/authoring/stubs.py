@@ -23,6 +23,7 @@ STUB = f'raise NotImplementedError("{UNWRITTEN}")  # your code here'
 PACKAGE = Path(__file__).parents[2]                  # the folder of `course`
 # not copied with the package: mistakes are nearly answers, and no answer needs recorded data
 IGNORED = ("__pycache__", "mistakes", "*.json", Path(hidden_answers.ARCHIVE).name)
+TABLES = ("host_", "kernels_")                       # recorded results that the planner reads
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -156,10 +157,11 @@ def without_type_notes(text: str) -> list[str]:
 def build_blanked_package(objects: Sequence[str], folder: Path) -> Path:
     """Copy the package to `folder`/course with these objects blank; returns `folder`, to be first on PYTHONPATH.
 
-    It leaves out the known mistakes, which are nearly answers.
+    It leaves out the known mistakes, which are nearly answers, and recorded results but for the planner's tables.
     """
-    target = folder / "course"
-    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns(*IGNORED))
+    target, ignored = folder / "course", shutil.ignore_patterns(*IGNORED)
+    shutil.copytree(PACKAGE, target,
+                    ignore=lambda inside, names: {name for name in ignored(inside, names) if not name.startswith(TABLES)})
     unhidden = {hidden_answers.module_file(module): text for module,
              text in hidden_answers.hidden_texts().items() if ".mistakes." not in module}
     for file, text in (unhidden | blanked_modules(objects)).items():

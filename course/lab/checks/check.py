@@ -6,6 +6,7 @@ The separate process receives inputs and returns tensors. The expected outputs a
 import atexit
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ HIDDEN_ERRORS = {                                    # what stopped an answer, w
     "ended": "it ended before it returned anything",
 }
 HIDDEN_ERROR = "it stopped with an error, which is left out: it could show hidden inputs"
-RANK_SECONDS = 30.0                                  # how long ranks wait for one another: half the default time limit
+RANK_SECONDS = 30.0                                  # how long ranks may take at least; else a tenth of the exercise's limit
 
 
 @dataclass(frozen=True)
@@ -192,17 +193,28 @@ def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int
         return [Fact(False, where_run + message)], hint_for_error(exercise, run, seed, hidden, size, looking)
     expected = expected_run(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
-    for key, claim in exercise.claims.items():
+    for key in exercise.claims:
         differences = [describe_difference(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
                        for rank in range(size)]
         level = exercise.level(key)
         named = f"{exercise.level_names[level]}: " if exercise.open else ""
-        fact = claim_fact(named + where_run + claim, differences, exercise.untried.get(key, ""), hidden)
+        claim = named + where_run + with_numbers(exercise, key, run)
+        fact = claim_fact(claim, differences, exercise.untried.get(key, ""), hidden)
         facts.append(replace(fact, level=level))
     if all(fact.held for fact in facts):
         return facts, ""
     looking()
     return facts, hint_for_numbers(exercise, run, expected, reference_runs(exercise.name, seed, hidden, size)[1:], hidden)
+
+
+def with_numbers(exercise: Exercise, key: str, run: Run) -> str:
+    """A claim, with the numbers that the run measured for it."""
+    claim = exercise.claims[key]
+    if key not in exercise.measured:
+        return claim
+    found, wanted = run.outputs[0].get(exercise.measured[key]), claim.count("{")
+    numbers = found.flatten().tolist() if isinstance(found, Tensor) and found.numel() == wanted else [math.nan] * wanted
+    return claim.format(*map(float, numbers))
 
 
 def claim_fact(claim: str, differences: Sequence[str], untried: str = "", hidden: bool = False) -> Fact:
@@ -449,7 +461,7 @@ def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Ten
     with temporary_folder() as folder:
         kernels = exercise.needs_triton
         job = {"exercise": exercise.name, "module": exercise.program.__module__, "kernels": kernels, "answers": len(answers),
-               "ranks": size, "seconds": RANK_SECONDS}
+               "ranks": size, "seconds": max(RANK_SECONDS, exercise.limits.seconds / 10)}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         for number, (pieces, inputs) in enumerate(answers):
             save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / f"inputs-{number}.safetensors")

@@ -44,6 +44,7 @@ class Exercise:
     claims: dict[str, str]                           # output name -> what holds if it is right, in a sentence
     flags: dict[str, str] = field(default_factory=dict)      # output that is 1.0 if its claim holds -> what failed
     untried: dict[str, str] = field(default_factory=dict)    # output that is empty if its claim was not tried -> why not
+    measured: dict[str, str] = field(default_factory=dict)   # output of a claim -> output with the numbers for its "{}"
     read_as: dict[float, str] = field(default_factory=dict)  # a number with a special meaning -> that meaning in words
     cases: Callable[[Tensors], Cases] | None = None  # the question behind each number of an output, in words
     unknown: str = UNKNOWN                           # the hint if no other fits

@@ -44,7 +44,8 @@ def model(c: Config, over: Mesh, seed: int) -> tuple[Any, Layout]:
 def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: float = 1.0) -> dict[str, Tensor]:
     """Train on global batches with the library's own step; each rank takes its slice of every batch.
 
-    Returns `losses`, the global mean of each step, (steps,); `weights`, all parameters concatenated; `seen`, the samples in each
+    Returns `losses`, the global mean of each step, (steps,); `norms`, of the gradients, (steps,); `weights`, all parameters
+    concatenated; `seen`, the samples in each
     forward pass on this rank; and flags: `cast` is 1.0 if all forward passes ran inside autocast, `turns` is 1.0 if each began
     after the previous backward pass, `free` is 1.0 if no loss keeps its graph. Raises `InvalidReturn` if the return value of
     `eager` or of its `compute` cannot be used.
@@ -65,12 +66,13 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
     built.register_forward_pre_hook(lambda module, arguments: cast.append(torch.is_autocast_enabled("cpu")))
     turns = watch_turns(built)
-    losses = [run_step({name: tensor[my_samples] for name, tensor in batch.items()})[0] for batch in batches]
+    steps = [run_step({name: tensor[my_samples] for name, tensor in batch.items()}) for batch in batches]
+    losses, norms = map(list, zip(*steps, strict=True))
     free = not any(loss.requires_grad for loss in losses)
     gradients.wait_parameters()
-    return {"losses": sum_over_ranks(torch.stack(losses).detach(), over), "weights": flat_parameters(built),
-            "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))), "free": torch.tensor(float(free)),
-            "turns": torch.tensor(float(all(turns)))}
+    return {"losses": sum_over_ranks(torch.stack(losses).detach(), over), "norms": torch.stack(norms).double(),
+            "weights": flat_parameters(built), "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))),
+            "free": torch.tensor(float(free)), "turns": torch.tensor(float(all(turns)))}
 
 
 def watch_turns(model: nn.Module) -> list[bool]:
