@@ -26,6 +26,7 @@ from course.config.validation import refusal
 from course.data.text.indexed_files import document_writer
 from course.inference import forecast_scores
 from course.lab.checks import random_inputs, return_values, tiny_training
+from course.lab.checks.diagnosis import NUMBERS_RIGHT
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.instruments.bytes_sent import Collective, Traffic
@@ -43,6 +44,7 @@ from course.utils.errors import CourseError
 
 A_LIST = 'return a list of texts, such as ["parallel.dp=4", "optim.lr=1e-3"]'
 LEFT_OPEN = "leave it out: any key of `parallel` and `optim` is yours, and train.micro_batch, train.recompute, checkpoint.every"
+KEYS = "`course settings` lists all keys, with their types"
 GO_TOGETHER = "change one of them, as the sentence says"
 FOUR = "dp x cp x tp x pp has to be 4"
 RANKS = 4
@@ -194,10 +196,9 @@ def chosen_settings() -> list[str]:
             raise InvalidReturn(f"{each} changes the task", LEFT_OPEN)
     try:
         c = configuration(chosen, 0)
-        sentence = refusal(c)
     except CourseError as error:
-        sentence = str(error)
-    if sentence:
+        raise InvalidReturn(f"these are no settings: {error}", KEYS) from None
+    if sentence := refusal(c):
         raise InvalidReturn(f"these settings do not go together: {sentence}", GO_TOGETHER)
     p = c.parallel
     used = math.prod([p.dp or RANKS // (p.tp * p.pp * p.cp), p.tp, p.pp, p.cp])
@@ -331,7 +332,7 @@ EXERCISES = [
                "time": "one is. Go through the combinations with `predict`", "lost": "it costs more: save more often",
                "skill": "it learns less. Try other learning rates"},
         measured={"memory": "memory_mb", "time": "time_ms", "lost": "lost_steps", "skill": "skill_percent"},
-        levels={"time": "fast", "lost": "safe", "skill": "learned"}, tolerance=1e-5,
+        levels={"time": "fast", "lost": "safe", "skill": "learned"}, tolerance=1e-5, unknown=NUMBERS_RIGHT,
         ladder=(
             "Begin with memory. Print `predict(...)` for one axis at a time, each with four ranks. Which of weights, states and "
             "activations does each axis cut? Micro-batches cut activations too.",

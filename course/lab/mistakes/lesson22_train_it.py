@@ -1,7 +1,7 @@
 """Known mistakes of lesson 22, the capstone."""
 
 from course.lab.checks.exercise import Mistake
-from course.lab.exercises.lesson22_train_it import A_LIST, FOUR, GO_TOGETHER, LEFT_OPEN
+from course.lab.exercises.lesson22_train_it import A_LIST, FOUR, GO_TOGETHER, KEYS, LEFT_OPEN
 
 OWNED = " and layout.placements[p].owner"
 LOCAL = "    norm = torch.linalg.vector_norm(tensor_norms(owned)) if owned else torch.zeros((), device=mesh.world.device)\n"
@@ -49,7 +49,7 @@ MISTAKES = {
         Mistake("more steps", LAYOUT, f'{LAYOUT}, "train.steps=200"', LEFT_OPEN, silent=True),
         Mistake("two ranks", LAYOUT, '"parallel.dp=2", "parallel.zero=1"', FOUR, silent=True),
         Mistake("eight ranks", LAYOUT, '"parallel.dp=4", "parallel.tp=2"', FOUR, silent=True),
-        Mistake("a key that there is not", LAYOUT, '"parallel.ddp=4"', GO_TOGETHER, silent=True),
+        Mistake("a key that there is not", LAYOUT, '"parallel.ddp=4"', KEYS, silent=True),
         Mistake("ZeRO without buckets", LAYOUT, f'{LAYOUT}, "parallel.data=naive"', GO_TOGETHER, silent=True),
     ),
 }
