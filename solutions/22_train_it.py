@@ -107,9 +107,9 @@ my_smallest = "ZeRO-3"
 # %%
 found = capstone.candidates()
 lab.picture(figures.candidates(found, MEMORY),
-            "Predicted step time over predicted memory, a dot for each combination. Data "
-            "parallelism alone is fastest and needs much memory. Tensor parallelism needs "
-            "the least and is the slowest. A line marks the memory of a rank")
+            "Predicted step time over predicted memory, a dot for each combination. "
+            "Data parallelism alone is fastest and needs much memory. Tensor parallelism "
+            "needs the least and is the slowest. A line marks the memory of a rank")
 fits = {chosen: each for chosen, each in found.items() if each.memory <= MEMORY}
 for title, key in (("fastest", lambda chosen: fits[chosen].seconds),
                    ("smallest", lambda chosen: fits[chosen].memory)):
@@ -215,8 +215,9 @@ def launch() -> subprocess.Popen[str]:
     """Start the run, with four processes."""
     words = ["gpt-demo", *capstone.overrides(chosen, seed=0, folder=work)]
     print("torchrun --nproc-per-node=4 -m course.cli train gpt-demo ...", *chosen)
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                             "--nproc-per-node=4", "-m", "course.cli", "train", *words],
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node=4"]
+    return subprocess.Popen([*torchrun, "-m", "course.cli", "train", *words],
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             start_new_session=True)
 
@@ -239,7 +240,8 @@ print(f"killed after step {max(before)}; checkpoints:",
 
 # %%
 log = launch().communicate()[0]
-print("\n".join(line for line in log.splitlines() if "resuming" in line or " 60/60" in line))
+print("\n".join(line for line in log.splitlines()
+                if "resuming" in line or " 60/60" in line))
 after = steps_done()
 start = int(log.split("at step ")[1].split()[0])
 lab.beside("it goes on from step", my_start, start)
@@ -249,8 +251,8 @@ lab.picture(checkpoints.lines_and_dots(
     {"killed": (list(before), list(before.values()))},
     {"goes on": (list(after)[start::3], list(after.values())[start::3])},
     "loss", f"Killed after step {max(before)}, and on from step {start}"),
-    "The falling loss of the run until the kill, and dots of the run that goes on. Where "
-    "both did a step, the dots lie on the line")
+    "The falling loss of the run until the kill, and dots of the run that goes on. "
+    "Where both did a step, the dots lie on the line")
 print("largest difference between losses of steps done twice:",
       max((abs(before[step] - after[step]) for step in twice), default=0.0))
 
@@ -277,7 +279,8 @@ print(f"step {step} writes:", *text[5].tolist())
 # %%
 allowed = (text[:, 1:] - 7 * text[:, :-1]) % 12
 lawful = ((allowed == 1) | (allowed == 2)).double().mean().item()
-records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+metrics = (run / "metrics.jsonl").read_text().splitlines()
+records = [json.loads(line) for line in metrics]
 learned = capstone.skill(records[-1]["valid_loss"])
 print(f"{lawful:.0%} of {allowed.numel()} numbers follow the rule; a guess does in 17%")
 
