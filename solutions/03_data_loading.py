@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores |
-# | you write | a sharded sampler (4 lines), a reader that works ahead (9) |
+# | you write | a sharded sampler (4 lines), a reader that works ahead (9); optional: a loader for a slow disk (20) |
 # | you measure | loaders on your machine, compared with the least time that reading takes |
 #
 # Do [lesson 01](01_baseline.ipynb) first. Work in a copy: *File → Save Notebook As…*, `03_data_loading_mine.ipynb`.
@@ -767,6 +767,40 @@ for depth in (0, 1, 4):
 
 # %%
 file.unlink(missing_ok=True)     # 83 MB that you no longer need
+
+# %% [markdown]
+# ## Open task: a loader for a slow disk
+#
+# *Optional, about 40 minutes. Nothing later needs it.* Your `ahead` has one thread, and a run that ends loses its place. A file
+# server serves several reads at once, and sometimes one of them takes long. Put the pieces of this lesson together: an order, a
+# position, threads, a bounded queue. Ours has about 20 lines.
+#
+# **Contract**
+#
+# - `Loader(read, order, threads, depth, position=0)`: `read(i)` returns sample `i`. It may be called from any thread, also from
+#   several at once, but never from more than `threads`. `order` is a list of numbers, as your sampler gives them.
+# - `iter(loader)` is a generator of the samples from `position` on, in the order of the list.
+# - `loader.position` counts the samples that were handed out. A new loader with this position goes on with the next one.
+# - If a read fails, its error comes out when its turn comes. The samples before it are good, and `position` does not count it,
+#   so that a new loader tries it again.
+# - When the generator is closed early, no further read begins, and no thread is left.
+#
+# **Levels.** The check has a simulated disk that counts, and on which single reads can last. Each level counts by itself, once
+# the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the contract, with or without threads |
+# | overlapped | `threads` reads run at once; while one lasts, samples before it come, and others are read up to `depth` ahead |
+# | memory budget | no read begins more than `depth` samples ahead; of the samples handed out, only the last is kept |
+#
+# Start with correct. `lab.hint("loader")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="loader"
+from course.lab.exercises.lesson03_open_task import Loader  # noqa: F401
+
+# %%
+check("loader")
 
 # %% [markdown]
 # ## Summary

@@ -25,7 +25,7 @@
 # | you need | a laptop, no GPU: the CPU emulates FP8 with the same bits as a GPU |
 # | reading and doing | about two hours |
 # | computing | 2 minutes on two cores |
-# | you write | the adaLN block (4 lines), a guided prediction (8), the FLOPs of a step (6), whether curves agree (5) |
+# | you write | adaLN block (4 lines), guidance (8), FLOPs of a step (6), whether curves agree (5); optional: diagnosis (30) |
 # | you measure | what guidance does; seven bugs of context parallelism; FP8 against bf16 and other seeds |
 #
 # Do [lesson 04](04_mixed_precision.ipynb) (FP8), [lesson 05](05_compile_and_fuse.ipynb) (fusion) and
@@ -826,6 +826,65 @@ lab.picture(figures_dit.curves_beside_seeds(
 # "Agrees" means: over these steps of this model, FP8 changes less than the seed. The test does not see a smaller fault
 # or a later one. More seeds and longer windows make it finer.
 #
+# ## Open task: a diagnosis
+#
+# *Optional, about 50 minutes. Nothing later needs it.* A colleague's training has one fault, or none. You cannot see its code
+# or its weights, and each step costs money. Which fault is it? Write a function that decides. Ours has about 30 lines.
+#
+# The training is a DiT with one block in FP8, rectified flow, plain gradient descent with rate 0.5, and an average of the
+# weights with decay 0.5. *All* linear maps are in FP8, with delayed scales of the last step's amax. The output layer and all
+# modulations start at zero; the other weights are random and different in each training.
+#
+# **Contract**
+#
+# - `diagnose(start)` returns one of the names below. `start()` begins the training, always from the same weights, and returns
+#   `run`. Each call of `run` is one step of gradient descent.
+# - `run(latent, noise, time, label)` takes float64 latents and noise (B, 4, 4, 4), times (B,) from 0 to 1000 and labels (B,)
+#   from 0 to 4. You choose all of them, so you choose the target, `noise - latent`. No label is dropped.
+# - It returns `prediction`, the model's before this step, and `average`, that of the averaged weights: (B, 4, 4, 4). And it
+#   returns `gradient` (4,), the norm of the gradient of the last linear map's weight, for each output channel.
+#
+# | name | what is wrong |
+# |---|---|
+# | `none` | nothing |
+# | `modulation not zero` | the modulations start at random weights; the output layer still starts at zero |
+# | `class dropped` | the model always gets the label *unknown* |
+# | `time dropped` | the model always gets the time 0 |
+# | `schedule shifted` | the noise is added for a later time than the model gets, by 50 to 150 |
+# | `average frozen` | the averaged weights stay the first ones |
+# | `scales frozen` | FP8 keeps the scales that the first step gave it |
+# | `gradients in e4m3` | gradients are cast to E4M3 instead of E5M2 |
+#
+# **Levels.** The check gives you ten trainings or more. Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | every fault is named, with at most 40 steps of each training, new starts included |
+# | few steps | at most 8 steps |
+# | fewest steps | at most 3 steps |
+#
+# A wrong diagnosis often comes from a question asked a step too early. This cell lets you practice on a fault of your choice:
+
+# %%
+from course.lab.instruments import faulty_training
+
+with faulty_training.Trainings([("schedule shifted", 1)], limit=40) as practice:
+    run = practice.starter(0)()
+    latent, noise = torch.zeros(2, 4, 4, 4).double(), torch.ones(2, 4, 4, 4).double()
+    for step in range(3):
+        answer = run(latent, noise, torch.tensor([0.0, 900.0]), torch.tensor([0, 0]))
+        print(step, answer["prediction"].mean((1, 2, 3)), answer["gradient"])
+
+# %% [markdown]
+# Start with correct. `lab.hint("diagnose")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="diagnose"
+from course.lab.exercises.lesson15_open_task import diagnose  # noqa: F401
+
+# %%
+check("diagnose")
+
+# %% [markdown]
 # ## Summary
 #
 # - adaLN-Zero: the condition shifts, scales and gates; a network of any depth starts like one of depth zero.

@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 100 minutes |
 # | computing | 1 minute on two cores |
-# | you write | FLOPs of a block (3 lines), bytes of activations (3), seconds of a ring (2) and a pipeline (2), their sum (7) |
+# | you write | FLOPs, bytes of a block (6 lines), seconds of a ring (2), a pipeline (2), their sum (7); optional: planner (20) |
 # | you predict | three recorded runs on H200s: on one GPU, tensor-parallel, in a pipeline |
 #
 # Do these lessons first: [07](07_data_parallel.ipynb) (rings), [10](10_tensor_parallel.ipynb) (tensor parallelism),
@@ -1008,6 +1008,55 @@ slider = widgets.explore(performance_model.explore_step, start=performance_model
 # {result: tokens_selective | ,}, full {result: tokens_full | ,}.
 # </details>
 #
+# ## Open task: plan for an unknown machine
+#
+# *Optional, about 50 minutes. Nothing later needs it.* You get a new machine. Nobody knows what its kernels and links reach,
+# and each measurement is a real run that costs GPU-hours. Find the fastest layout of a model with few measurements. Ours has
+# about 20 lines.
+#
+# `layouts(model, machine)` lists all layouts. `needs` gives a layout's bytes, and is exact. `seconds` gives its time **if** you
+# know the five speeds: it is your sum from this lesson, with the data-parallel all-reduce added. Both are free to call.
+
+# %%
+from course.lab.exercises.lesson17_open_task import needs, seconds
+from course.lab.instruments.unknown_machine import Machine, Model, Speeds, layouts
+
+lab.show("course.lab.instruments.unknown_machine.Speeds")
+lab.show("course.lab.exercises.lesson17_open_task.seconds")
+model = Model(tokens=2048, dim=4096, hidden=16384, depth=32, vocab=50304, batch=256)
+machine = Machine(gpus=32, node=8, memory=80e9, latency=1e-5)
+fitting = [one for one in layouts(model, machine) if needs(model, one) <= machine.memory]
+print(len(layouts(model, machine)), "layouts,", len(fitting), "of them fit, such as",
+      fitting[0])
+print(seconds(model, machine, fitting[0], Speeds(6e14, 4e14, 2.5e12, 3e11, 4e10)),
+      "seconds at the speeds of H200s with 400 Gbit/s for each GPU")
+
+# %% [markdown]
+# **Contract**
+#
+# - `plan_layout(model, machine, measure)` returns a layout that fits and is within 3% of the fastest, or `None` if none fits.
+# - `measure(layout)` returns the seconds of a step on this machine. If the layout does not fit, that is infinite. It counts.
+# - A machine's time is exactly what `seconds` says at its speeds, but its speeds are hidden: they differ from machine to machine
+#   by factors of 4 to 50.
+#
+# **Levels.** The check has six machines or more; one has too little memory. Each level counts by itself, once the first is
+# reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the layout of every machine, with at most 400 measurements of each |
+# | 30 measurements | at most 30 of each machine |
+# | 10 measurements | at most 10 of each machine |
+#
+# Start with correct. `lab.hint("plan-layout")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="plan-layout"
+from course.lab.exercises.lesson17_open_task import plan_layout  # noqa: F401
+
+# %%
+check("plan-layout")
+
+# %% [markdown]
 # ## Summary
 #
 # - Linear maps execute 6 FLOPs per weight and token, attention 14·T²·D, or half of that with a causal mask.

@@ -172,6 +172,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "busy-time": "few kept",
     "exposed-time": "hidden kept",
     "read-ahead": "thread prompt raised ended",
+    "loader": "ahead crowd ended kept raised together meanwhile",
     "fp8-cast": "type before kept",
     "amax-history": "kept",
     "delayed-scale": "empty",
@@ -190,6 +191,8 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "adaln": "kept",
     "guidance": "passes precision",
     "dit-flops": "counted",
+    "diagnose": "few fewest",
+    "plan-layout": "few some",
     "box-overlap": "single",
     "put-together": "read single",
     "translate": "kept",
@@ -234,7 +237,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script"]               # which start programs that import the course
+APART = ["rendezvous", "batch-script", "diagnose"]   # which start processes that compute
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

@@ -9,9 +9,11 @@ import torch
 from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
-from course.lab.exercises import lesson07_open_task, lesson10_open_task, lesson11_open_task
+from course.lab.checks.return_values import InvalidReturn
+from course.lab.exercises import lesson07_open_task, lesson10_open_task, lesson11_open_task, lesson15_open_task
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
+from course.lab.instruments import faulty_training
 from course.models import layers
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
@@ -87,6 +89,19 @@ def test_hints_are_opened_one_by_one(monkeypatch, capsys):
         assert [text in said for text in TASK.ladder] == [number < shown for number in range(3)]
     with pytest.raises(CourseError, match="gpipe is no open task"):
         notebook.hint("gpipe")
+
+
+def test_a_diagnosis_names_each_fault_in_three_steps():
+    names = list(faulty_training.NAMES)
+    with faulty_training.Trainings([(name, 7) for name in names], 3) as trainings:
+        assert [lesson15_open_task.diagnose(trainings.starter(case)) for case in range(len(names))] == names
+        assert {trainings.calls(case) for case in range(len(names))} == {3}
+        latent, each = torch.zeros(2, 4, 4, 4), torch.zeros(2, dtype=torch.int64)
+        run = trainings.starter(0)()
+        with pytest.raises(InvalidReturn, match="more than 3 times"):
+            run(latent, latent, each, each)
+        with pytest.raises(InvalidReturn, match="`noise` of `run` has the shape"):
+            run(latent, latent[0], each, each)
 
 
 @pytest.mark.slow

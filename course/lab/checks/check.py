@@ -240,7 +240,10 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
         return not any(difference(a[key], b.get(key), exercise.tolerance)
                        for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
 
-    known = [(mistake, slip) for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True) if slip.outputs]
+    first = [key for key in exercise.claims if not exercise.level(key)]
+    wrong = not same(expected, run, first)           # then no hint about a budget: it would not make the answer right
+    known = [(mistake, slip) for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True)
+             if slip.outputs and not (wrong and same(expected, slip, first))]
     for mistake, slip in known:
         if same(slip, run, exercise.claims):
             return mistake.hint

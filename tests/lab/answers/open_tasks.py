@@ -552,6 +552,342 @@ class CausalAttention(torch.autograd.Function):
         return dq, *mine, None, None
 '''
 
+ONE_QUESTION_EACH = '''
+import torch
+
+def diagnose(start):
+    """A training of its own for each question."""
+    def samples(*rows):
+        """Rows (latent, target, time, label) as a batch: latent and target are a number for each channel."""
+        latent = torch.stack([torch.tensor(r[0], dtype=torch.float64).view(4, 1, 1).repeat(1, 4, 4) for r in rows])
+        latent[:, :, 0, 0] *= -1
+        target = torch.stack([torch.tensor(r[1], dtype=torch.float64).view(4, 1, 1).repeat(1, 4, 4) for r in rows])
+        return (latent, latent + target, torch.tensor([float(r[2]) for r in rows]), torch.tensor([r[3] for r in rows]))
+
+    x, zero, big = [1.0, -2, 3, 0.5], [0.0] * 4, [20.0, 0, 0, 0]
+    teach = x, big, 300, 1
+
+    def after(steps, *rows):
+        run = start()
+        for _ in range(steps):
+            run(*samples(teach))
+        return run(*samples(*rows))
+
+    def differ(found):
+        first, second = found["prediction"]
+        return not torch.allclose(first, second, rtol=1e-6, atol=1e-9)
+
+    if not after(1, teach)["average"].abs().sum() > 0:
+        return "average frozen"
+    if differ(after(1, (x, zero, 100, 0), (x, zero, 900, 4))):
+        return "modulation not zero"
+    if differ(after(1, (x, zero, 0, 2), (x, [9.0, 0, 0, 0], 0, 2))):
+        return "schedule shifted"
+    if not differ(after(2, (x, zero, 100, 0), (x, zero, 100, 4))):
+        return "class dropped"
+    if not differ(after(2, (x, zero, 100, 0), (x, zero, 900, 0))):
+        return "time dropped"
+    if after(1, (x, [20.0, 0, 2e-6, 0], 300, 1))["gradient"][2] == 0:
+        return "gradients in e4m3"
+    run = start()
+    seen = [run(*samples((x, [size, 0, 0, 0], 300, 1)))["gradient"][0].item() for size in (20.0, 5e4, 5e4, 5e4)]
+    return "scales frozen" if max(seen[2:]) < 100 * seen[1] else "none"
+'''
+
+TWO_TRAININGS = '''
+import torch
+
+def diagnose(start):
+    g = torch.Generator().manual_seed(7)
+    z = torch.rand(2, 4, 4, 4, generator=g).double()
+    latent = z[[0, 0, 0, 1, 1]]
+    time, label = torch.tensor([250, 250, 750, 0, 0]).double(), torch.tensor([3, 1, 3, 0, 0])
+    push = torch.zeros(5, 4, 4, 4).double()
+    push[3:, 3] = torch.tensor([10.0, 40.0]).double().view(2, 1, 1)
+    run = start()
+    found = [run(latent, latent + push, time, label) for _ in range(3)]
+    gap = lambda step, i, j: (found[step]["prediction"][i] - found[step]["prediction"][j]).abs().max() > 1e-7
+    again, tiny = start(), push.clone()
+    tiny[3, 0] = 40e-7
+    again(latent, latent + push, time, label)
+    faint = again(latent, latent + tiny, time, label)
+    jump = [again(latent, latent + 1000 * push, time, label)["gradient"][3] for _ in range(2)]
+    signs = {
+        "modulation not zero": gap(1, 0, 1), "schedule shifted": gap(1, 3, 4), "average frozen": found[2]["average"].norm() == 0,
+        "gradients in e4m3": faint["gradient"][0] == 0, "scales frozen": jump[1] < 20 * jump[0],
+        "class dropped": not gap(2, 0, 1), "time dropped": not gap(2, 0, 2)}
+    return next((name for name, there in signs.items() if there), "none")
+'''
+
+THREE_STEPS = '''
+import torch
+
+SOUND = {"e4m3": False, "label": True, "time": True, "noise": False, "early": False, "average": True, "scale": True}
+NAMES = {"e4m3": "gradients in e4m3", "label": "class dropped", "time": "time dropped", "noise": "schedule shifted",
+         "early": "modulation not zero", "average": "average frozen", "scale": "scales frozen"}
+
+def diagnose(start):
+    """Everything that is seen, beside what a sound training shows."""
+    run = start()
+    latent = torch.linspace(-1, 1, 64, dtype=torch.float64).view(1, 4, 4, 4).repeat(5, 1, 1, 1)
+    time, label = torch.tensor([0.0, 0.0, 0.0, 400.0, 400.0]), torch.tensor([4, 4, 4, 1, 2])
+    time = torch.cat([time, torch.tensor([800.0])])
+    label = torch.cat([label, torch.tensor([1])])
+    latent = torch.cat([latent, latent[:1]])
+    plans = [[25, 0, 0, 0], [25, 2.5e-6, 0, 5000], [0, 0, 0, 5000]]
+    seen = []
+    for plan in plans:
+        noise = latent.clone()
+        noise[0] += torch.tensor(plan, dtype=torch.float64).view(4, 1, 1)
+        noise[1] += 2 * torch.tensor(plan, dtype=torch.float64).view(4, 1, 1)
+        seen.append(run(latent, noise, time, label))
+
+    def differ(step, one, other):
+        return not torch.allclose(seen[step]["prediction"][one], seen[step]["prediction"][other], rtol=1e-7, atol=1e-10)
+
+    signs = {"early": differ(1, 3, 4), "noise": differ(1, 0, 1), "average": bool(seen[1]["average"].norm()),
+             "e4m3": float(seen[1]["gradient"][1]) == 0.0,
+             "scale": float(seen[2]["gradient"][3]) > 25 * float(seen[1]["gradient"][3]),
+             "label": differ(2, 3, 4), "time": differ(2, 3, 5)}
+    for sign in ("early", "noise", "average", "e4m3", "scale", "label", "time"):
+        if signs[sign] != SOUND[sign]:
+            return NAMES[sign]
+    return "none"
+'''
+
+GUESSED = '''
+def diagnose(start):
+    """From the size of the loss alone."""
+    import torch
+    run, x = start(), torch.ones(2, 4, 4, 4, dtype=torch.float64)
+    for _ in range(5):
+        found = run(x, 2 * x, torch.tensor([100.0, 900.0]), torch.tensor([0, 1]))
+    error = (found["prediction"] - x).square().mean().item()
+    return "none" if error < 0.1 else "scales frozen" if error < 1 else "class dropped"
+'''
+
+PEEKED = '''
+def diagnose(start):
+    """Looks for a name in what it was given."""
+    from course.lab.instruments.faulty_training import NAMES
+    import sys
+    seen, waiting = set(), [start, start(), sys._getframe(1).f_locals]
+    while waiting and len(seen) < 3000:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, str) and thing in NAMES:
+            return thing
+        if isinstance(thing, dict):
+            waiting += list(thing.values())
+        elif isinstance(thing, (list, tuple)):
+            waiting += list(thing)
+        else:
+            waiting += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+            waiting += [getattr(thing, "__self__", None), getattr(thing, "__dict__", None)]
+    return "none"
+'''
+
+EXHAUSTIVE = '''
+from course.lab.instruments.unknown_machine import layouts
+
+def plan_layout(model, machine, measure):
+    """Measures everything."""
+    best, least = None, float("inf")
+    for layout in layouts(model, machine):
+        took = measure(layout)
+        if took < least:
+            best, least = layout, took
+    return best
+'''
+
+SHORT_LIST = '''
+from course.lab.exercises.lesson17_open_task import needs, seconds
+from course.lab.instruments.unknown_machine import Speeds, layouts
+
+def plan_layout(model, machine, measure):
+    """Measures the first thirty by speeds of a data sheet."""
+    sheet = Speeds(matmul=4e14, attention=2e14, memory=1.5e12, inside=1e11, between=8e9)
+    ranked = sorted((layout for layout in layouts(model, machine) if needs(model, layout) <= machine.memory),
+                    key=lambda layout: seconds(model, machine, layout, sheet))
+    return min(ranked[:30], key=measure, default=None)
+'''
+
+ASKED_FIVE_TIMES = '''
+import numpy as np
+from course.lab.exercises.lesson17_open_task import needs, seconds
+from course.lab.instruments.unknown_machine import Speeds, layouts
+
+def plan_layout(model, machine, measure):
+    """Measures what seems the best so far, and learns from it."""
+    fit = [one for one in layouts(model, machine) if needs(model, one) <= machine.memory]
+    if len(fit) == 0:
+        return None
+    huge, start = 1e30, np.array([4e14, 2e14, 1.5e12, 1e11, 8e9])
+    base = np.array([seconds(model, machine, one, Speeds(*[huge] * 5)) for one in fit])
+    units = [[huge] * 5 for _ in start]
+    for i, speed in enumerate(start):
+        units[i][i] = speed
+    columns = np.array([[seconds(model, machine, one, Speeds(*unit)) for unit in units] for one in fit]) - base[:, None]
+    taken, times = [], []
+    guess = np.ones(5)
+    while len(taken) < min(10, len(fit)):
+        order = np.argsort(base + columns @ guess)
+        new = order[0] if order[0] not in taken or len(taken) > 7 else max(
+            (i for i in range(len(fit)) if i not in taken), key=lambda i: unexplained(columns, taken, i))
+        if new in taken:
+            break
+        taken.append(new)
+        times.append(measure(fit[new]) - base[new])
+        a, weight = columns[taken], 1 / np.array(times)
+        guess = np.ones(5) + np.linalg.pinv(a * weight[:, None], rcond=1e-9) @ ((np.array(times) - a @ np.ones(5)) * weight)
+    return fit[int(np.argmin(base + columns @ guess))]
+
+def unexplained(columns, taken, i):
+    rows = columns[taken] / np.linalg.norm(columns[taken], axis=1, keepdims=True)
+    row = columns[i] / np.linalg.norm(columns[i])
+    return np.linalg.norm(row - np.linalg.pinv(rows) @ rows @ row)
+'''
+
+RULE_OF_THUMB = '''
+from course.lab.exercises.lesson17_open_task import needs
+from course.lab.instruments.unknown_machine import layouts
+
+def plan_layout(model, machine, measure):
+    """Tensor parallelism inside a node, then as few stages as fit."""
+    fit = [one for one in layouts(model, machine) if needs(model, one) <= machine.memory and one.tp <= machine.node]
+    return min(fit, key=lambda one: (one.pp, one.tp, -one.samples), default=None)
+'''
+
+NO_SHARING = '''
+from course.lab.instruments.unknown_machine import layouts, parameters
+
+def plan_layout(model, machine, measure):
+    """Only parameters take memory."""
+    fit = [one for one in layouts(model, machine) if 16 * parameters(model) / (one.pp * one.tp) < machine.memory]
+    return min(fit, key=measure, default=None)
+'''
+
+PLAIN_LOOP = '''
+class Loader:
+    """Reads when it is asked."""
+    def __init__(self, read, order, threads, depth, position=0):
+        self.read, self.order, self.position = read, order, position
+
+    def __iter__(self):
+        for number in self.order[self.position:]:
+            sample = self.read(number)
+            self.position += 1
+            yield sample
+            del sample
+'''
+
+MAPPED = '''
+from concurrent.futures import ThreadPoolExecutor
+
+class Loader:
+    """Everything is asked for at once."""
+    def __init__(self, read, order, threads, depth, position=0):
+        self.read, self.order, self.threads, self.position = read, list(order), threads, position
+
+    def __iter__(self):
+        pool = ThreadPoolExecutor(max_workers=self.threads)
+        futures = [pool.submit(self.read, number) for number in self.order[self.position:]]
+        try:
+            for future in futures:
+                sample = future.result()
+                self.position += 1
+                yield sample
+        finally:
+            for future in futures:
+                future.cancel()
+            pool.shutdown(wait=True)
+'''
+
+OWN_THREADS = '''
+import threading
+
+class Loader:
+    """Threads that take the next number under a lock, and a condition instead of futures."""
+    def __init__(self, read, order, threads, depth, position=0):
+        self.read, self.order, self.position = read, order, position
+        self.count, self.depth = threads, depth
+
+    def work(self, state, wake):
+        while True:
+            with wake:
+                while not state["end"] and state["next"] < len(self.order) and state["next"] >= state["limit"]:
+                    wake.wait()
+                if state["end"] or state["next"] >= len(self.order):
+                    return
+                place = state["next"]
+                state["next"] += 1
+            try:
+                outcome = ("sample", self.read(self.order[place]))
+            except Exception as error:
+                outcome = ("error", error)
+            with wake:
+                state["ready"][place] = outcome
+                del outcome
+                wake.notify_all()
+
+    def __iter__(self):
+        wake = threading.Condition()
+        state = {"next": self.position, "limit": self.position, "ready": {}, "end": False}
+        crew = [threading.Thread(target=self.work, args=(state, wake)) for _ in range(self.count)]
+        for thread in crew:
+            thread.start()
+        try:
+            while self.position < len(self.order):
+                with wake:
+                    state["limit"] = self.position + self.depth + 1
+                    wake.notify_all()
+                    while self.position not in state["ready"]:
+                        wake.wait()
+                    kind = state["ready"][self.position][0]
+                    if kind == "error":
+                        raise state["ready"][self.position][1]
+                    self.position += 1
+                yield state["ready"].pop(self.position - 1)[1]
+        finally:
+            with wake:
+                state["end"] = True
+                wake.notify_all()
+            for thread in crew:
+                thread.join()
+'''
+
+AS_COMPLETED = '''
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+class Loader:
+    """Whatever is ready first, and the position by hand."""
+    def __init__(self, read, order, threads, depth, position=0):
+        self.read, self.order, self.threads, self.position = read, order, threads, position
+
+    def __iter__(self):
+        with ThreadPoolExecutor(self.threads) as pool:
+            futures = [pool.submit(self.read, number) for number in reversed(self.order[self.position:])]
+            for future in as_completed(futures):
+                self.position += 1
+                yield future.result()
+'''
+
+NOT_A_GENERATOR = '''
+class Loader:
+    def __init__(self, read, order, threads, depth, position=0):
+        self.samples = (read(number) for number in order[position:])
+        self.position = position
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.position += 1
+        return next(self.samples)
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -567,12 +903,27 @@ SCORED = [
     ("parallel-block", REPLICATED, ("correct",), "more is sent than the block needs"),
     ("parallel-block", GATHERED_FIRST, ("correct", "byte budget"), "the norm runs on all tokens"),
     ("parallel-block", FLAT, ("correct", "byte budget", "memory budget"), ""),
+    ("diagnose", ONE_QUESTION_EACH, ("correct",), "several questions fit into one training"),
+    ("diagnose", TWO_TRAININGS, ("correct", "few steps"), "three steps answer everything"),
+    ("diagnose", THREE_STEPS, ("correct", "few steps", "fewest steps"), ""),
+    ("plan-layout", EXHAUSTIVE, ("correct",), "a measurement is a real run"),
+    ("plan-layout", SHORT_LIST, ("correct", "30 measurements"), "five unknown speeds follow"),
+    ("plan-layout", ASKED_FIVE_TIMES, ("correct", "30 measurements", "10 measurements"), ""),
+    ("loader", PLAIN_LOOP, ("correct", "memory budget"), "takes long holds up all others"),
+    ("loader", MAPPED, ("correct", "overlapped"), "too many samples may lie in memory"),
+    ("loader", OWN_THREADS, ("correct", "overlapped", "memory budget"), ""),
     ("sharded-adam", UNSHARDED, ("correct", "byte budget"), "keeps more than the parameters"),
     ("sharded-adam", OWN_SHARE, ("correct", "memory budget"), "a reduce-scatter sends half"),
     ("sharded-adam", VIEWS, ("correct", "byte budget", "memory budget"), ""),
 ]
 
 WRONG = [
+    ("loader", AS_COMPLETED, ""),
+    ("loader", NOT_A_GENERATOR, "`yield` the samples"),
+    ("plan-layout", RULE_OF_THUMB, "take the case that is named"),
+    ("plan-layout", NO_SHARING, "if no layout fits"),
+    ("diagnose", GUESSED, "take the case that is named"),
+    ("diagnose", PEEKED, "take the case that is named"),
     ("causal-attention", GATHERED.replace("        dist.all_reduce(both, group=ctx.axis.group)\n", ""), ""),
     ("causal-attention", DIRECT.replace("            if source == axis.rank:\n                places", "            if True:\n"
                                         "                places")
