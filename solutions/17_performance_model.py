@@ -1025,7 +1025,8 @@ lab.show("course.lab.instruments.unknown_machine.Speeds")
 lab.show("course.lab.exercises.lesson17_open_task.seconds")
 model = Model(tokens=2048, dim=4096, hidden=16384, depth=32, vocab=50304, batch=256)
 machine = Machine(gpus=32, node=8, memory=80e9, latency=1e-5)
-fitting = [one for one in layouts(model, machine) if needs(model, one) <= machine.memory]
+fitting = [one for one in layouts(model, machine)
+           if needs(model, one) <= machine.memory]
 print(len(layouts(model, machine)), "layouts,", len(fitting), "of them fit, such as",
       fitting[0])
 print(seconds(model, machine, fitting[0], Speeds(6e14, 4e14, 2.5e12, 3e11, 4e10)),

@@ -108,8 +108,9 @@ my_smallest = "ZeRO-3"
 found = capstone.candidates()
 lab.picture(figures.candidates(found, MEMORY),
             "Predicted step time over predicted memory, a dot for each combination. "
-            "Data parallelism alone is fastest and needs much memory. Tensor parallelism "
-            "needs the least and is the slowest. A line marks the memory of a rank")
+            "Data parallelism alone is fastest and needs much memory. Tensor "
+            "parallelism needs the least and is the slowest. A line marks the "
+            "memory of a rank")
 fits = {chosen: each for chosen, each in found.items() if each.memory <= MEMORY}
 for title, key in (("fastest", lambda chosen: fits[chosen].seconds),
                    ("smallest", lambda chosen: fits[chosen].memory)):

@@ -90,7 +90,7 @@ def predict(*chosen: str) -> Prediction:
 @cache
 def candidates() -> dict[tuple[str, ...], Prediction]:
     """The predictions for many ways to lay the model out over four ranks."""
-    found = {}
+    found: dict[tuple[str, ...], Prediction] = {}
     for tp, pp, zero, micro in itertools.product((1, 2, 4), (1, 2, 4), range(4), (0, 1, 2, 4)):
         if RANKS % (tp * pp) == 0:
             chosen = (f"parallel.dp={RANKS // (tp * pp)}", f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.zero={zero}",
