@@ -221,6 +221,8 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "zero-optimizer": "states lean shares kept",
     "sharded-unit": "before freed kept sent lean",
     "reduce-gradients": "dropped kept calls sent",
+    "exchange-rows": "sent",
+    "through-experts": "computed sent",
     "gradient-norm": "sent",
     "train-it": "memory again one time lost skill",
     "step-events": "ahead most gathers late reduces left",

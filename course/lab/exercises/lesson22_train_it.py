@@ -1,7 +1,6 @@
 """Lesson 22, the capstone: the norm of a gradient that lies on many ranks, and the settings of a run that fits and survives."""
 
 import itertools
-import json
 import math
 import random
 import shutil
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from course import config
 from course.checkpoint import checkpoint
-from course.config import Config
+from course.config import Config, Parallel
 from course.config.validation import refusal
 from course.data.text.indexed_files import document_writer
 from course.inference import forecast_scores
@@ -32,13 +31,13 @@ from course.lab.checks.return_values import InvalidReturn
 from course.lab.instruments.bytes_sent import Collective, Traffic
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.sandbox.limits import Limits
-from course.parallel import build_mesh, join
+from course.parallel import agree, build_mesh, join
 from course.parallel.layout import serial_layout
 from course.parallel.mesh import World
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware, Link
 from course.training import assemble, optimizer, step, trainer
-from course.training.run_log import RunLog
+from course.training.run_log import RunLog, read_metrics
 from course.training.validation import Validation
 from course.utils.errors import CourseError
 
@@ -159,8 +158,7 @@ def train(c: Config, world: World, killed_at: int = 0) -> float:
 
 def records(c: Config) -> dict[int, dict[str, Any]]:
     """The records of a run's steps."""
-    lines = (trainer.run_folder(c) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
+    return {record["step"]: record for record in read_metrics(trainer.run_folder(c) / "metrics.jsonl")}
 
 
 @contextmanager
@@ -244,16 +242,15 @@ def close(one: float, other: float) -> bool:
 
 
 def told(world: World, function: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on all ranks."""
-    found = [function() if world.rank == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
+    """What rank 0 finds, on all ranks; if it fails there, all raise its `CourseError`."""
+    everyone = build_mesh(Parallel(), world).all
+    return agree.run_on_all(everyone, function if world.rank == 0 else lambda: None)[0]
 
 
 def newest_step(c: Config) -> int:
     """The step of a run's newest checkpoint; 0 if it has none."""
-    found = checkpoint.steps(trainer.run_folder(c) / "checkpoints")
-    return max((int(path.name.removeprefix("step_")) for path in found), default=0)
+    found = checkpoint.newest(trainer.run_folder(c) / "checkpoints", print)
+    return int(found[1]["state"]["step"]) if found else 0
 
 
 def without_layout(chosen: Sequence[str]) -> list[str]:
