@@ -109,16 +109,18 @@ def plan(preset: Preset,
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
-def profile(preset: Annotated[str, typer.Argument(help="a name from `course presets`, a YAML file, or a trace (.json.gz)")],
+def profile(preset: Annotated[str, typer.Argument(help="a name from `course presets`, a YAML file, a trace (.json.gz) or a "
+                                                       "memory snapshot (.pickle)")],
             settings: Overrides = None) -> None:
     """Show where a step's time goes: forward, backward, communication, waiting for data, idle.
 
     It records profile.steps=3 steps after the first profile.after=10. Under torchrun and srun every rank writes a trace.
+    A memory snapshot, which profile.memory=true writes on a GPU, says which lines hold memory at its peak.
     """
     from course.training import profile_run as profiling
 
     profiling.main(preset, settings or [])
-    if not preset.endswith((".json", ".gz")):
+    if not preset.endswith((".json", ".gz", ".pickle")):
         other = "train.recompute=full" if "compile=true" in (settings or []) else "compile=true"
         say_next(f"course profile {shlex.join([preset, *(settings or []), other])}")
 

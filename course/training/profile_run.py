@@ -1,4 +1,4 @@
-"""`course profile PRESET`: train a few steps under the profiler and say where their time went; or read a trace."""
+"""`course profile PRESET`: train a few steps under the profiler and say where their time went; or read what one wrote."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from course.config import Config
 from course.data import train_loader
 from course.parallel import build_mesh, join, joined
 from course.planner import memory_check
-from course.training import trace_breakdown
+from course.training import memory_snapshot, trace_breakdown
 from course.training.assemble import assemble
 from course.training.profiler import Window, part, window_of
 from course.training.trainer import run_folder
@@ -16,10 +16,14 @@ from course.utils.plots import save
 
 
 def main(what: str, settings: Sequence[str]) -> Path | None:
-    """Profile a preset, or read a trace (.json, .json.gz). Prints the account and saves a picture of it beside the trace.
+    """Profile a preset, or read a trace (.json, .json.gz) or a memory snapshot (.pickle, .pickle.gz).
 
-    Returns the trace; None with profile.tool=nsys, since nsys writes the report.
+    Prints the account, and saves a trace's picture beside it. Returns the file; None with profile.tool=nsys, since nsys writes
+    the report.
     """
+    if what.endswith((".pickle", ".pickle.gz")):
+        print(memory_snapshot.text(memory_snapshot.read(Path(what))))
+        return Path(what)
     if what.endswith((".json", ".json.gz")):
         return tell(Path(what))
     config = configuration.load(what, ["profile.steps=3", *settings])

@@ -24,6 +24,8 @@ SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "mo
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"],
          "gpt-moe-demo": ["model.dim=64", "model.depth=3", "model.heads=4", "model.vocab=512", "model.context=126"]}
+MUON = ("dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "sp nccl", "pp 1f1b", "dp zero, in a graph", "dp zero 3, in a graph",
+        "sp nccl, in a graph", "dp zero 3, compiled")
 SMALL_BATCH = overlapped_linear.SMALL
 STEPS = 5                                           # two of them replayed, where a graph is
 
@@ -86,14 +88,17 @@ def expert_layouts(n: int) -> dict[str, list[str]]:
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
     known_layouts, experts, meshes = layouts(world.size), expert_layouts(world.size), {}
-    for preset, small in SMALL.items():
+    with_muon = {"gpt-demo with Muon": [*SMALL["gpt-demo"], "optim.name=muon", "optim.weight_decay=0.1"]}
+    for model, small in (SMALL | with_muon).items():
+        preset = model.split()[0]
         for precision in ("fp64", "fp32", "bf16"):
             common = [*verify.DEFAULTS, *small, f"train.steps={STEPS}", f"precision={precision}",
                       *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
             fitting = list(experts) if "moe" in preset else [n for n in known_layouts if preset == "vit-demo" or n in FEW]
+            fitting = list(MUON) if model in with_muon else fitting
             for name in sys.argv[3:] or fitting:
-                if (name in experts) != ("moe" in preset):
+                if (name in experts) != ("moe" in preset) or (model in with_muon and name not in MUON):
                     continue
                 overlapped_linear.SMALL = 0 if "one by one" in name else SMALL_BATCH
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
@@ -108,10 +113,10 @@ def main() -> None:
                     torch.cuda.empty_cache()
                 if world.rank == 0:
                     worst = max([gap for gap in gaps if gap.judged] or gaps, key=lambda gap: gap.size / gap.bound)
-                    rows.append({"preset": preset, "layout": name, "precision": precision, "worst": worst.name,
+                    rows.append({"preset": model, "layout": name, "precision": precision, "worst": worst.name,
                                  "gap": worst.size, "bound": worst.bound, "wrong": sum(gap.wrong for gap in gaps),
                                  "judged": sum(gap.judged for gap in gaps) / len(gaps)})
-                    print(f"{preset:9} {name:22} {precision:5} {worst.name:28} {worst.size:8.1e} of {worst.bound:8.1e} "
+                    print(f"{model:18} {name:22} {precision:5} {worst.name:28} {worst.size:8.1e} of {worst.bound:8.1e} "
                           f"{'DIFFERENT' if rows[-1]['wrong'] else 'equal'}", flush=True)
                     if len(sys.argv) > 1:
                         Path(sys.argv[1]).write_text(json.dumps({**machine(world.device), "rows": rows}, indent=1))

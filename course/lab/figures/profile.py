@@ -1,17 +1,18 @@
 """Figures of profiler traces: the timeline of a step, and several steps' time by part."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course.lab.figures.style import label, name_rows, panel
-from course.training import trace_breakdown
+from course.lab.figures.style import MARKS, label, name_rows, panel
+from course.training import memory_snapshot, trace_breakdown
 from course.training.trace_breakdown import LABELS
 from course.utils.colors import GRAY, KERNELS, STEP
 
-LANES = ("parts", "launches", "operators", "GPU", "communication")
+LANES = ("parts", "launches", "operators", "GPU", "other streams", "communication")
 MOST_NAMED = 0.04                                    # share of the width: shorter boxes get no name
 
 
@@ -23,6 +24,7 @@ def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
     gpu = any(event.get("cat") == "kernel" for event in events)
     lanes = {"user_annotation": "parts", "cuda_runtime": "launches", "cpu_op": "operators",
              **dict.fromkeys(trace_breakdown.ON_DEVICE, "GPU")}
+    main = main_stream(events)
     rows = []
     for event in events:
         lane = lanes.get(event.get("cat", ""))
@@ -36,9 +38,20 @@ def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
         kind = trace_breakdown.kind_of(event["name"]) if lane in ("GPU", "operators") else ""
         if kind == "communication":
             lane = "communication"
+        elif lane == "GPU" and event.get("args", {}).get("stream", main) != main:
+            lane = "other streams"
         start, stop = event["ts"] - begin, event["ts"] + event["dur"] - begin
         rows.append([lane, event["name"][:40], kind, round(start, 2), round(stop, 2)])
     return [row for row in rows if row[3] <= max(end - begin, *(row[4] for row in rows if row[0] == "parts"))]
+
+
+def main_stream(events: list[trace_breakdown.Event]) -> Any:
+    """The number of the GPU's stream on which kernels run longest; communication does not count."""
+    busy = Counter[Any]()
+    for event in events:
+        if event.get("cat") == "kernel" and trace_breakdown.kind_of(event["name"]) != "communication":
+            busy[event.get("args", {}).get("stream")] += event["dur"]
+    return busy.most_common(1)[0][0] if busy else None
 
 
 def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None = None) -> Figure:
@@ -106,4 +119,19 @@ def shares(accounts: Mapping[str, Mapping[str, float]], title: str = "") -> Figu
     there = [key for key in LABELS if any(time.get(key, 0.0) > 0 for time in accounts.values())]
     figure.legend(handles=[Patch(color=STEP[key], label=LABELS[key]) for key in there], loc="outside lower center", ncols=4,
                   frameon=False, fontsize=8)
+    return figure
+
+
+def memory(events: Sequence[memory_snapshot.Event], title: str = "", most: int = 5) -> Figure:
+    """Memory over a snapshot's allocations and frees, by the lines that hold most of it at the peak."""
+    lines = memory_snapshot.alive_at_peak(events)
+    largest = sorted(lines, key=lambda line: -lines[line])[:most]
+    heights = [[size / 1e6 for size in row] for row in memory_snapshot.over_time(events, largest)]
+    figure, axis = panel(9, 3.6 + 0.2 * len(largest))
+    colors = [color for _, color in MARKS][:len(largest)]
+    axis.stackplot(range(len(events)), heights, labels=[*largest, "other lines"], colors=[*colors, GRAY], step="post")
+    axis.axvline(memory_snapshot.peak(events)[1] - 1, color="black", linestyle="--", linewidth=1)
+    axis.set_xlim(0, len(events))
+    label(axis, "allocations and frees", "MB", title)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
     return figure

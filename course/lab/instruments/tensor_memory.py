@@ -3,8 +3,12 @@
 Also measure the bytes that a forward pass keeps for its backward pass.
 """
 
+import contextlib
+import linecache
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
@@ -12,6 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from course.training.memory_snapshot import Event
+
+INSIDE = (str(Path(torch.__file__).parent), contextlib.__file__)
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -70,6 +78,38 @@ class MemoryMeter(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         self.patch.stop()
         super().__exit__(*raised)
+
+
+class MemoryHistory(MemoryMeter):
+    """Like `MemoryMeter`; `events` lists what was allocated and freed, as `memory_snapshot.read` does for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def count(self, name: int, size: int) -> None:
+        """Count and list `size` bytes for a known storage from now on."""
+        self.listed_free(name)
+        if size:
+            self.events.append(("alloc", name, size, line_outside()))
+        super().count(name, size)
+
+    def freed(self, name: int) -> None:
+        """List and forget a freed storage."""
+        self.listed_free(name)
+        super().freed(name)
+
+    def listed_free(self, name: int) -> None:
+        if size := self.known[name]:
+            self.events.append(("free", name, size, ""))
+
+
+def line_outside() -> str:
+    """The innermost line that is neither PyTorch's nor this file's, as "function: its source"."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename.startswith(INSIDE) or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
 
 
 def saved_for_backward(forward: Callable[[], Any], without: Iterable[Tensor] = ()) -> tuple[Any, int]:
