@@ -26,7 +26,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 80 minutes |
 # | computing | half a minute on two cores |
-# | you write | the layout (4 lines), the groups (1), nodes of a group (2), bytes of each axis (8), the best ring (5) |
+# | you write | the layout (4 lines), groups (1), nodes (2), bytes (8), the best ring (5); optional: a placement (30) |
 # | you measure | the bytes that a real training step sends along each axis |
 #
 # Do lesson 07 first: you need to know what an all-reduce is, and what it sends. Work in a copy: *File → Save Notebook As…*,
@@ -626,6 +626,60 @@ lab.picture(fabric.bandwidths(curves, fits),
 # in buckets (lesson 07), and the planner needs two numbers for each link. `course bench comms` prints them in the form of a
 # hardware file.
 #
+# ## Open task: place the ranks
+#
+# *Optional, about 50 minutes. Nothing later needs it.* An order of axes is not enough where pairs of GPUs are joined in many
+# ways, and where GPUs are numbered in any order. Choose a GPU for each rank, so that the messages of a step take the least
+# time. Ours has about 30 lines.
+#
+# Each axis says what a rank sends along it in a step, and whether its groups are rings. `neighbors` gives the pairs of ranks
+# that send to each other: here a ring follows the axis, while NCCL also looks for a better one. All groups of an axis wait for
+# the slowest path among their pairs.
+
+# %%
+from course.lab.instruments.gpu_paths import PATHS, Axis, neighbors, slowest_paths
+
+lab.show("course.lab.instruments.gpu_paths.step_seconds")
+axes = [Axis("dp", 2, ring=True, messages=50, bytes=1e9),
+        Axis("tp", 4, ring=True, messages=1000, bytes=4e9)]
+words = [line.split()[1:] for line in fabric.CUBE_MESH.splitlines()[1:]]
+paths = [[-1 if word == "X" else PATHS.index(word) for word in row] for row in words]
+print("dp:", neighbors(axes)[0])
+print("tp:", neighbors(axes)[1])
+for placement in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 5, 7]):
+    slow = slowest_paths(axes, paths, placement)
+    print("rank r on GPU", placement, "- slowest: dp", PATHS[slow[0]], "tp",
+          PATHS[slow[1]])
+
+# %% [markdown]
+# **Contract**
+#
+# - `place_ranks(axes, paths, measure)` returns a list: the GPU of rank 0, of rank 1, and so on, each GPU once.
+# - `axes` lists the layout's axes, the slowest first. `paths[a][b]` says how GPUs a and b are joined: a number in `PATHS`, of
+#   which 0 is the fastest, and -1 for a GPU and itself. `RACK` leads to another node, `CORE` to one in another rack.
+# - `measure(placement)` returns the seconds of a step on this machine. They are exactly what `step_seconds` gives, but the
+#   speeds are hidden, and differ from machine to machine. You know only that `PATHS` lists the fastest first.
+# - `neighbors` and `slowest_paths` are free to call.
+#
+# **Levels.** The check has five machines or more, of 8 and 16 GPUs. On one of them, it is wrong to serve first the axis that
+# sends most. Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | with at most 3000 measurements, at most 25% slower than the best placement, and not slower than rank r on GPU r |
+# | best placement | at most 2% slower than the best placement of each machine |
+# | 200 measurements | at most 200 of each machine |
+# | 15 measurements | at most 15 of each machine |
+#
+# Start with correct. `lab.hint("place-ranks")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="place-ranks"
+from course.lab.exercises.lesson09_open_task import place_ranks  # noqa: F401
+
+# %%
+check("place-ranks")
+
+# %% [markdown]
 # ## Summary
 #
 # - A mesh is the list of ranks as a box: `arange`, `view`, `permute`.

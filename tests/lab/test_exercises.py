@@ -184,6 +184,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "in-buckets": "order none",
     "samples-to-target": "never",
     "bytes-sent": "kept",
+    "place-ranks": "best default few some",
     "zigzag": "there",
     "recompute": "excess",
     "loss-in-chunks": "sparing passing light early kept",
@@ -239,7 +240,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script", "diagnose"]   # which start processes that compute
+APART = ["rendezvous", "batch-script", "diagnose", "place-ranks"]  # which start processes, or compute long
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

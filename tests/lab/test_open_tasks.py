@@ -1,6 +1,8 @@
 """Open tasks: levels in verdicts, cards, gradebook and JUnit; hints that are opened one by one. test_answers.py runs answers."""
 
 import csv
+from dataclasses import replace
+from itertools import pairwise, permutations
 from xml.etree import ElementTree
 
 import pytest
@@ -10,11 +12,18 @@ from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
 from course.lab.checks.return_values import InvalidReturn
-from course.lab.exercises import lesson07_open_task, lesson10_open_task, lesson11_open_task, lesson15_open_task
+from course.lab.exercises import (
+    lesson07_open_task,
+    lesson09_open_task,
+    lesson10_open_task,
+    lesson11_open_task,
+    lesson15_open_task,
+)
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import faulty_training
+from course.lab.instruments import faulty_training, gpu_paths
 from course.models import layers
+from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
 
@@ -102,6 +111,25 @@ def test_a_diagnosis_names_each_fault_in_three_steps():
             run(latent, latent, each, each)
         with pytest.raises(InvalidReturn, match="`noise` of `run` has the shape"):
             run(latent, latent[0], each, each)
+
+
+def test_no_placement_is_faster_than_the_librarys():
+    """All placements of a machine whose GPUs are alike, so that rank 0 may have GPU 0, for axes that send more or less."""
+    inputs = lesson09_open_task.draw(3, False)
+    axes, paths, speeds = lesson09_open_task.unpacked(inputs)[1]
+    slowest = {tuple(gpu_paths.slowest_paths(axes, paths, (0, *others))) for others in permutations(range(1, 8))}
+    for sent in permutations((1e8, 1e9, 5e9)):
+        changed = [replace(axis, bytes=each) for axis, each in zip(axes, sent, strict=True)]
+        least = min(gpu_paths.step_seconds(changed, one, speeds) for one in slowest)
+        assert lesson09_open_task.least_seconds((tuple(changed), tuple(map(tuple, paths)), tuple(speeds))) == pytest.approx(least)
+
+
+def test_neighbors_are_those_of_the_mesh():
+    axes = [gpu_paths.Axis(name, size, name != "pp", 1, 1.0) for name, size in (("pp", 3), ("dp", 2), ("cp", 1), ("tp", 4))]
+    grid = mesh.lay_out({"pp": 3, "dp": 2, "cp": 1, "tp": 4}, "pp-dp-cp-tp")
+    for dim, (axis, pairs) in enumerate(zip(axes, gpu_paths.neighbors(axes), strict=True)):
+        rows = [[*row, row[0]] if axis.ring and axis.size > 2 else row for row in mesh.groups(grid, dim).tolist()]
+        assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for row in rows for pair in pairwise(row)}
 
 
 @pytest.mark.slow

@@ -888,6 +888,107 @@ class Loader:
         return next(self.samples)
 '''
 
+DESCENT = '''
+import random
+from course.lab.instruments.gpu_paths import neighbors
+
+def place_ranks(axes, paths, measure):
+    """Swaps two GPUs as long as a sum over all pairs goes down, from many orders and with many weights; measures all ends."""
+    n, dice = len(paths), random.Random(1)
+    pairs = [(axis, a, b) for axis, each in enumerate(neighbors(axes)) for a, b in each]
+    tried = [list(range(n))]
+    for _ in range(300):
+        order = dice.sample(range(n), n)
+        weight = [axis.bytes * 4 ** dice.uniform(-1, 1) for axis in axes]
+
+        def cost():
+            return sum(weight[axis] * 3 ** paths[order[a]][order[b]] for axis, a, b in pairs)
+
+        now, better = cost(), True
+        while better:
+            better = False
+            for a in range(n):
+                for b in range(a):
+                    order[a], order[b] = order[b], order[a]
+                    if (new := cost()) < now:
+                        now, better = new, True
+                    else:
+                        order[a], order[b] = order[b], order[a]
+        tried.append(order)
+    return min(tried, key=measure)
+'''
+
+ONE_OF_EACH = DESCENT.replace("    return min(tried, key=measure)\n", '''
+    from course.lab.instruments.gpu_paths import slowest_paths
+    kinds = {tuple(slowest_paths(axes, paths, order)): order for order in tried}
+    return min(kinds.values(), key=measure)
+''')
+
+ONE_OF_EACH = ONE_OF_EACH.replace("tried.append(order)", "tried += [order, dice.sample(range(n), n)]").replace(
+    "ends.", "ends, once for each combination of slowest paths.")
+
+BEST_BY_PAIRS = '''
+import itertools
+from course.lab.instruments.gpu_paths import neighbors, slowest_paths
+
+def place_ranks(axes, paths, measure):
+    """For each combination of limits, a depth-first search by the rank with the fewest GPUs left; then the best of few."""
+    n = len(paths)
+    touching = {rank: [] for rank in range(n)}
+    for axis, pairs in enumerate(neighbors(axes)):
+        for a, b in pairs:
+            touching[a].append((axis, b))
+            touching[b].append((axis, a))
+
+    def solve(limits, domains, chosen):
+        if len(chosen) == n:
+            return chosen
+        rank = min((r for r in range(n) if r not in chosen), key=lambda r: len(domains[r]))
+        for gpu in domains[rank]:
+            smaller = [domain - {gpu} for domain in domains]
+            for axis, other in touching[rank]:
+                smaller[other] = {to for to in smaller[other] if paths[gpu][to] <= limits[axis]}
+            if all(smaller[other] for other in range(n) if other not in chosen and other != rank):
+                if found := solve(limits, smaller, {**chosen, rank: gpu}):
+                    return found
+        return None
+
+    kinds = sorted(set(itertools.chain(*paths)) - {-1})
+    ends = {}
+    for limits in sorted(itertools.product(kinds, repeat=len(axes)), key=lambda some: (sum(some), max(some))):
+        if all(any(a > b for a, b in zip(end, limits)) for end in ends):
+            found = solve(limits, [set(range(n)) for _ in range(n)], {})
+            if found:
+                ends[tuple(slowest_paths(axes, paths, [found[rank] for rank in range(n)]))] = [found[rank] for rank in range(n)]
+    return min(ends.values(), key=measure)
+'''
+
+ISLANDS = '''
+from itertools import permutations
+import torch
+
+def place_ranks(axes, paths, measure):
+    """GPUs in a chain of nearest neighbors, and all orders of the axes."""
+    n, tried = len(paths), []
+    for first in range(n):
+        chain = [first]
+        while len(chain) < n:
+            chain.append(min((gpu for gpu in range(n) if gpu not in chain), key=lambda gpu: paths[chain[-1]][gpu]))
+        for order in permutations(range(len(axes))):
+            box = torch.arange(n).view([axes[i].size for i in order])
+            ranks = box.permute([order.index(i) for i in range(len(axes))]).flatten().tolist()
+            tried.append([chain[rank] for rank in ranks])
+    return min(tried, key=measure)
+'''
+
+AS_GRID = '''
+import torch
+
+def place_ranks(axes, paths, measure):
+    """Returns the box of GPUs, not the list."""
+    return torch.arange(len(paths)).view([axis.size for axis in axes])
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -909,6 +1010,9 @@ SCORED = [
     ("plan-layout", EXHAUSTIVE, ("correct",), "a measurement is a real run"),
     ("plan-layout", SHORT_LIST, ("correct", "30 measurements"), "five unknown speeds follow"),
     ("plan-layout", ASKED_FIVE_TIMES, ("correct", "30 measurements", "10 measurements"), ""),
+    ("place-ranks", DESCENT, ("correct", "best placement"), "take the same time"),
+    ("place-ranks", ONE_OF_EACH, ("correct", "best placement", "200 measurements"), "no slower path along any axis"),
+    ("place-ranks", BEST_BY_PAIRS, ("correct", "best placement", "200 measurements", "15 measurements"), ""),
     ("loader", PLAIN_LOOP, ("correct", "memory budget"), "takes long holds up all others"),
     ("loader", MAPPED, ("correct", "overlapped"), "too many samples may lie in memory"),
     ("loader", OWN_THREADS, ("correct", "overlapped", "memory budget"), ""),
@@ -918,6 +1022,8 @@ SCORED = [
 ]
 
 WRONG = [
+    ("place-ranks", ISLANDS, "take the case that is named"),
+    ("place-ranks", AS_GRID, "the GPU of rank 0, of rank 1"),
     ("loader", AS_COMPLETED, ""),
     ("loader", NOT_A_GENERATOR, "`yield` the samples"),
     ("plan-layout", RULE_OF_THUMB, "take the case that is named"),
