@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores |
-# | you write | when a graph is worth it (6 lines), a step in static buffers (16), a step that decides nothing on the host (10) |
+# | you write | when a graph is worth it (6 lines), static buffers (16), decisions on the device (10); optional: a trainer (45) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #
 # Do [lesson 02](02_profiling.ipynb) first; the appendix compares with [lesson 05](05_compile_and_fuse.ipynb). Work in a copy:
@@ -664,6 +664,42 @@ for number in range(20):
 
 # %%
 lab.show("course.training.step.update_progress")
+
+# %% [markdown]
+# ## Open task: accumulate gradients in graphs
+#
+# *Optional, about 50 minutes. Nothing later needs it.* Your `Captured` takes a step as it is. Now write the step as well: a
+# trainer that adds up the gradients of several micro-batches, another number in every step, with a learning rate that changes,
+# momentum and clipping. Ours has about 45 lines.
+#
+# **Contract**
+#
+# - `GraphTrainer(loss_of, parameters, momentum, clip, device)`: `loss_of(micro)` returns the mean loss of a micro-batch, a dict
+#   of tensors. All have the same shapes. The parameters are trained in place; between steps, somebody may load others in place.
+# - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches. If the norm of all gradients together is
+#   larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity + gradient, and
+#   parameter = parameter − rate · velocity. It returns nothing.
+# - After `step` the loader uses the memory of the micro-batches again. So keep none of it, and write nothing into it.
+# - `read_losses()` returns a list of numbers: the mean loss of each step since the last call.
+# - The first two steps may run in Python, `with warming(device):`. Use `new_graph(device)`, `capturing(graph)` and
+#   `graph.replay()` of `course.lab.instruments.cpu_graph`: without a GPU they are tapes, with one CUDA graphs.
+#
+# **Levels.** Each counts by itself, once the first is reached. Operations inside a replay do not count:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | weights after every step, and all losses; relative differences up to 0.00001 are allowed |
+# | captured | from step 4 on Python never runs `loss_of`, also if a step has more micro-batches than any before |
+# | few launches | from step 4 on, for k micro-batches: k + 1 replays, a copy of each of their tensors, and at most 4 operations |
+# | no stall | `step` reads no value on the host; `read_losses` waits once, not for each loss |
+#
+# Start with correct. `lab.hint("graph-trainer")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="graph-trainer"
+from course.lab.exercises.lesson06_open_task import GraphTrainer  # noqa: F401
+
+# %%
+check("graph-trainer")
 
 # %% [markdown]
 # ## Summary

@@ -181,6 +181,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "static-buffers": "kept refused",
     "decided-on-device": "free count skipped",
     "graph-gain": "kept",
+    "graph-trainer": "captured kept launches reads stall",
     "in-buckets": "order none",
     "samples-to-target": "never",
     "bytes-sent": "kept",

@@ -13,6 +13,7 @@ from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.exercises import (
+    lesson06_open_task,
     lesson07_open_task,
     lesson09_open_task,
     lesson10_open_task,
@@ -130,6 +131,32 @@ def test_neighbors_are_those_of_the_mesh():
     for dim, (axis, pairs) in enumerate(zip(axes, gpu_paths.neighbors(axes), strict=True)):
         rows = [[*row, row[0]] if axis.ring and axis.size > 2 else row for row in mesh.groups(grid, dim).tolist()]
         assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for row in rows for pair in pairwise(row)}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(),
+                                                                                         reason="needs a GPU"))])
+def test_graphs_train_as_eager_steps_do(device):
+    """The gradient of the mean over all micro-batches at once; some steps are clipped, and some not."""
+    inputs, norms, losses, weights = lesson06_open_task.draw(3, False), list[float](), list[float](), []
+    network = lesson06_open_task.Network(inputs, lesson06_open_task.CPU)
+    velocities = [torch.zeros_like(p) for p in network.parameters]
+    steps = lesson06_open_task.micros_of(inputs, lesson06_open_task.CPU)
+    for number, (micros, rate) in enumerate(zip(steps, inputs["rates"].tolist(), strict=True)):
+        if number == lesson06_open_task.LOADED:
+            network.parameters[0].data.copy_(inputs["loaded"])
+        loss = network.loss_of({name: torch.cat([micro[name] for micro in micros]) for name in "xy"})
+        gradients = torch.autograd.grad(loss, network.parameters)
+        norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
+        for p, gradient, velocity in zip(network.parameters, gradients, velocities, strict=True):
+            velocity.copy_(inputs["momentum"] * velocity + gradient * min(1.0, inputs["clip"].item() / norms[-1]))
+            p.data -= rate * velocity
+        losses.append(loss.item())
+        weights.append(network.weights())
+    found = lesson06_open_task.train(inputs, torch.device(device))
+    assert min(norms) < inputs["clip"] < max(norms)
+    torch.testing.assert_close(found["weights"], torch.stack(weights), rtol=1e-10, atol=1e-12)
+    assert found["losses"].tolist() == pytest.approx(losses)
+    assert all(found[name] == 1 for name in ("kept", "captured", "launches", "stall", "reads"))
 
 
 @pytest.mark.slow

@@ -989,6 +989,189 @@ def place_ranks(axes, paths, measure):
     return torch.arange(len(paths)).view([axis.size for axis in axes])
 '''
 
+EAGER = '''
+import torch
+
+class GraphTrainer:
+    """PyTorch's SGD and its clipping, launched operation by operation."""
+    def __init__(self, loss_of, parameters, momentum, clip, device):
+        self.loss_of, self.parameters, self.clip, self.seen = loss_of, list(parameters), clip, []
+        self.sgd = torch.optim.SGD(self.parameters, lr=1.0, momentum=momentum)
+
+    def step(self, micros, rate):
+        self.sgd.zero_grad()
+        total = 0.0
+        for micro in micros:
+            loss = self.loss_of(micro) / len(micros)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.sgd.param_groups[0]["lr"] = rate
+        self.sgd.step()
+        self.seen.append(total)
+
+    def read_losses(self):
+        seen, self.seen = self.seen, []
+        return seen
+'''
+
+ONE_GRAPH = '''
+import torch
+from course.lab.instruments.cpu_graph import capturing, new_graph, warming
+
+class GraphTrainer:
+    """One graph for a micro-batch: its gradients, which are added up outside of it."""
+    def __init__(self, loss_of, parameters, momentum, clip, device):
+        self.loss_of, self.parameters, self.device = loss_of, list(parameters), device
+        self.momentum, self.clip, self.graph, self.turns, self.kept = momentum, clip, None, 0, []
+        self.velocity = [p.detach() * 0 for p in self.parameters]
+
+    def backward(self, micro):
+        loss = self.loss_of(micro)
+        return [loss.detach(), *torch.autograd.grad(loss, self.parameters)]
+
+    def one(self, micro):
+        if self.turns <= 2:
+            with warming(self.device):
+                return self.backward(micro)
+        if self.graph is None:
+            self.slots = {name: torch.empty_like(tensor) for name, tensor in micro.items()}
+            self.graph = new_graph(self.device)
+            with capturing(self.graph):
+                self.results = self.backward(self.slots)
+        for name in self.slots:
+            self.slots[name][:] = micro[name]
+        self.graph.replay()
+        return [result.clone() for result in self.results]
+
+    def step(self, micros, rate):
+        self.turns += 1
+        loss, *mean = [sum(parts) / len(micros) for parts in zip(*map(self.one, micros))]
+        norm = torch.cat([part.flatten() for part in mean]).norm()
+        with torch.no_grad():
+            for p, velocity, part in zip(self.parameters, self.velocity, mean):
+                velocity *= self.momentum
+                velocity += torch.where(norm > self.clip, part * self.clip / norm, part)
+                p -= rate * velocity
+        self.kept.append(loss)
+
+    def read_losses(self):
+        kept, self.kept = torch.stack(self.kept), []
+        return kept.tolist()
+'''
+
+FLAT_GRAPHS = '''
+import torch
+from course.lab.instruments.cpu_graph import capturing, new_graph, warming
+
+class GraphTrainer:
+    """All gradients in one flat tensor, fused SGD with a rate on the device, losses in a buffer with a place on the device."""
+    def __init__(self, loss_of, parameters, momentum, clip, device):
+        self.loss_of, self.clip, self.device, self.slots = loss_of, clip, device, None
+        self.parameters = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=torch.float64, device=device)
+        for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
+            p.grad = part.view_as(p)
+        self.now = torch.zeros(2, dtype=torch.float64, device=device)
+        self.sgd = torch.optim.SGD(self.parameters, self.now[0], momentum=momentum, fused=True)
+        self.sums = torch.zeros((), dtype=torch.float64, device=device)
+        self.kept = torch.zeros(1000, dtype=torch.float64, device=device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self.count, self.done, self.micro, self.rest = 0, 0, None, None
+
+    def add(self):
+        loss = self.loss_of(self.slots)
+        (loss * self.now[1]).backward()
+        self.sums.add_(loss.detach() * self.now[1])
+
+    def finish(self):
+        self.flat.mul_(torch.clamp(self.clip / self.flat.norm(), max=1))
+        self.sgd.step()
+        self.flat.zero_()
+        self.kept.index_copy_(0, self.place, self.sums.view(1))
+        self.place += 1
+        self.sums.zero_()
+
+    def step(self, micros, rate):
+        self.now[0], self.now[1] = rate, 1 / len(micros)
+        self.count += 1
+        if self.count == 3:
+            self.micro, self.rest = new_graph(self.device), new_graph(self.device)
+            with capturing(self.micro):
+                self.add()
+            with capturing(self.rest):
+                self.finish()
+        for micro in micros:
+            if self.slots is None:
+                self.slots = {name: tensor.clone() for name, tensor in micro.items()}
+            [self.slots[name].copy_(tensor) for name, tensor in micro.items()]
+            if self.micro:
+                self.micro.replay()
+            else:
+                with warming(self.device):
+                    self.add()
+        if self.rest:
+            self.rest.replay()
+        else:
+            with warming(self.device):
+                self.finish()
+
+    def read_losses(self):
+        first, self.done = self.done, self.count
+        return self.kept[first:self.done].tolist()
+'''
+
+GRAPH_A_NUMBER = '''
+import torch
+from course.lab.instruments.cpu_graph import capturing, new_graph, warming
+
+class GraphTrainer:
+    """A graph of a whole step for each number of micro-batches."""
+    def __init__(self, loss_of, parameters, momentum, clip, device):
+        self.loss_of, self.parameters, self.momentum, self.clip = loss_of, list(parameters), momentum, clip
+        self.device, self.graphs, self.kept, self.count = device, {}, [], 0
+        self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+
+    def whole(self, micros):
+        loss = sum(map(self.loss_of, micros)) / len(micros)
+        parts = torch.autograd.grad(loss, self.parameters)
+        factor = (self.clip / torch.cat([part.flatten() for part in parts]).norm()).clamp(max=1)
+        with torch.no_grad():
+            for p, v, part in zip(self.parameters, self.velocity, parts):
+                v.mul_(self.momentum).add_(factor * part)
+                p.sub_(self.rate * v)
+        return loss.detach()
+
+    def step(self, micros, rate):
+        self.count += 1
+        self.rate.fill_(rate)
+        if self.count < 3:
+            with warming(self.device):
+                self.kept.append(self.whole(micros))
+            return
+        if len(micros) not in self.graphs:
+            slots = [{name: tensor.clone() for name, tensor in micro.items()} for micro in micros]
+            graph = new_graph(self.device)
+            with capturing(graph):
+                loss = self.whole(slots)
+            self.graphs[len(micros)] = graph, slots, loss
+        graph, slots, loss = self.graphs[len(micros)]
+        for slot, micro in zip(slots, micros):
+            for name in slot:
+                slot[name].copy_(micro[name])
+        graph.replay()
+        self.kept.append(loss.clone())
+
+    def read_losses(self):
+        kept, self.kept = self.kept, []
+        return torch.stack(kept).tolist()
+'''
+
+NESTEROV = ONE_GRAPH.replace("p -= rate * velocity", "p -= rate * (part + self.momentum * velocity)")
+HALF_PRECISION = FLAT_GRAPHS.replace("torch.zeros(1000, dtype=torch.float64", "torch.zeros(1000, dtype=torch.float16").replace(
+    "self.sums.view(1))", "self.sums.view(1).half())")
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -1010,6 +1193,10 @@ SCORED = [
     ("plan-layout", EXHAUSTIVE, ("correct",), "a measurement is a real run"),
     ("plan-layout", SHORT_LIST, ("correct", "30 measurements"), "five unknown speeds follow"),
     ("plan-layout", ASKED_FIVE_TIMES, ("correct", "30 measurements", "10 measurements"), ""),
+    ("graph-trainer", EAGER, ("correct",), "Python still runs the loss"),
+    ("graph-trainer", GRAPH_A_NUMBER, ("correct", "no stall"), ""),
+    ("graph-trainer", ONE_GRAPH, ("correct", "captured", "no stall"), "operation by operation"),
+    ("graph-trainer", FLAT_GRAPHS, ("correct", "captured", "few launches", "no stall"), ""),
     ("place-ranks", DESCENT, ("correct", "best placement"), "take the same time"),
     ("place-ranks", ONE_OF_EACH, ("correct", "best placement", "200 measurements"), "no slower path along any axis"),
     ("place-ranks", BEST_BY_PAIRS, ("correct", "best placement", "200 measurements", "15 measurements"), ""),
@@ -1022,6 +1209,8 @@ SCORED = [
 ]
 
 WRONG = [
+    ("graph-trainer", NESTEROV, ""),
+    ("graph-trainer", HALF_PRECISION, ""),
     ("place-ranks", ISLANDS, "take the case that is named"),
     ("place-ranks", AS_GRID, "the GPU of rank 0, of rank 1"),
     ("loader", AS_COMPLETED, ""),
