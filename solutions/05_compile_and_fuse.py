@@ -24,7 +24,7 @@
 # | you need | a laptop, if possible with a C++ compiler (`g++` or `clang++`); no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores, a part of it compiling |
-# | you write | bytes of a fused chain (4 lines), kernels of a block (7), a fused modulate (9), code without breaks (3) |
+# | you write | bytes of a chain (4 lines), kernels (7), a fused modulate (9), code without breaks (3); optional: a block (14) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #
 # Do [lesson 01](01_baseline.ipynb) first; [lesson 00](00_start_here.ipynb) explains the roofline. Work in a copy:
@@ -843,6 +843,53 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 # library's `train_step` obeys the same rule: a flag on the device, not an `if`, makes the optimizer keep its old state
 # (lesson 01).
 #
+# ## Open task: a block without breaks
+#
+# *Optional, about 45 minutes. Nothing later needs it.* Your `tame` had four breaks in six lines. Here is a whole block as it
+# grows in a project. Samples have different lengths, and nobody wants to compute padding. Attention fades in over the first
+# steps of the training. Only tokens whose gate is open go through the MLP. Write it anew. Ours has 14 lines.
+
+# %%
+from course.lab.exercises.lesson05_open_task import HEADS, SHAPES, WARM, block_with_breaks
+
+lab.show("course.lab.exercises.lesson05_open_task.block_with_breaks")
+weights = {name: 0.3 * torch.randn(shape) for name, shape in SHAPES.items()}
+recorded = kernel_counter.graphs(block_with_breaks,
+                                 *[(torch.randn(3, t, 8), torch.tensor([4, 2, t]),
+                                    weights, step, [])
+                                   for t, step in ((8, 0), (9, 1), (10, 2))])
+print(f"{HEADS} heads, {WARM} steps of warm-up; recorded of three calls:", *recorded)
+
+# %% [markdown]
+# **What you should see:** hardly anything. Dynamo gives up at `.tolist()`, and leaves the loop and all that follows to Python.
+#
+# **Contract**
+#
+# - `whole_block(x, lengths, weights, step)` returns y, (B, T, D), and the largest absolute value in y, a tensor of shape ()
+#   without a gradient.
+# - y is that of `block_with_breaks`, and so are the gradients of x and of the weights. In the padding, y and the gradient are 0.
+# - The padding of x may hold anything, also NaN.
+# - It prints nothing, and changes nothing that it is given. `step` is a Python number, another one in every call.
+#
+# **Levels.** The check calls it with several numbers of samples and tokens, before and after the warm-up. Each level counts by
+# itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | values and gradients, not compiled |
+# | one graph | no value is asked for, no shape depends on values, and Dynamo records one graph that computes the same |
+# | one recompilation | for all calls Dynamo records at most two graphs |
+# | few kernels | at most 5 matrix products and attentions; no tensor has more numbers than q, k and v together |
+#
+# Start with correct. `lab.hint("whole-block")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="whole-block"
+from course.lab.exercises.lesson05_open_task import whole_block  # noqa: F401
+
+# %%
+check("whole-block")
+
+# %% [markdown]
 # ## Summary
 #
 # - Between matrix products, time is bytes. Count trips to memory, not FLOPs.

@@ -13,6 +13,7 @@ from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.exercises import (
+    lesson05_open_task,
     lesson06_open_task,
     lesson07_open_task,
     lesson09_open_task,
@@ -131,6 +132,19 @@ def test_neighbors_are_those_of_the_mesh():
     for dim, (axis, pairs) in enumerate(zip(axes, gpu_paths.neighbors(axes), strict=True)):
         rows = [[*row, row[0]] if axis.ring and axis.size > 2 else row for row in mesh.groups(grid, dim).tolist()]
         assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for row in rows for pair in pairwise(row)}
+
+
+def test_the_whole_block_is_the_block_with_breaks():
+    """The check compares answers with our own, so our own has to match the block that the lesson shows."""
+    inputs = lesson05_open_task.draw(3, False)
+    found, calls, outputs, log = lesson05_open_task.run(inputs), lesson05_open_task.calls_of(inputs), [], list[float]()
+    for call, (x, lengths, weights, step) in enumerate(calls):
+        outputs.append(lesson05_open_task.block_with_breaks(x, lengths, weights, step, log))
+        outputs[-1].backward(inputs[f"grad{call}"])
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in calls[0][2].values()]
+    for name, expected in (("y", outputs), ("dx", [x.grad for x, *_ in calls]), ("dweights", gradients)):
+        torch.testing.assert_close(found[name], lesson05_open_task.flat(expected).detach(), rtol=1e-10, atol=1e-12)
+    assert found["largest"].tolist() == pytest.approx(log) and len(log) == len(calls)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(),

@@ -1172,6 +1172,82 @@ NESTEROV = ONE_GRAPH.replace("p -= rate * velocity", "p -= rate * (part + self.m
 HALF_PRECISION = FLAT_GRAPHS.replace("torch.zeros(1000, dtype=torch.float64", "torch.zeros(1000, dtype=torch.float16").replace(
     "self.sums.view(1))", "self.sums.view(1).half())")
 
+SILENCED = '''
+import io
+import torch
+from contextlib import redirect_stdout
+from course.lab.exercises.lesson05_open_task import block_with_breaks
+
+def whole_block(x, lengths, weights, step):
+    """The block with breaks itself."""
+    log = []
+    with redirect_stdout(io.StringIO()):
+        y = block_with_breaks(x, lengths, weights, step, log)
+    return y, torch.tensor(log[-1], dtype=x.dtype)
+'''
+
+PRETENDS = SILENCED.replace("    log = []\n", """    log = []
+    if torch.compiler.is_compiling():
+        return x * 2, x.sum()
+""")
+
+BY_HAND = '''
+import torch
+
+def whole_block(x, lengths, weights, step):
+    """Softmax, norm and GELU by hand, and the gate as a product."""
+    w = weights
+    B, T, D = x.shape
+    padding = torch.arange(T)[None].expand(B, T) >= lengths.view(B, 1)
+    x = x.masked_fill(padding[..., None], 0)
+    norm = lambda z: (z - z.mean(-1, keepdim=True)) / (z.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    n = norm(x)
+    q, k, v = [torch.einsum("btd,fd->btf", n, w[name]).view(B, T, 2, D // 2) for name in "qkv"]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / (D // 2) ** 0.5 - 1e30 * padding[:, None, None].to(x.dtype)
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    a = torch.einsum("bhij,bjhd->bihd", p / p.sum(-1, keepdim=True), v).reshape(B, T, D)
+    fade = torch.minimum(torch.ones((), dtype=x.dtype), (torch.zeros((), dtype=x.dtype) + (step + 1)) / 100)
+    x = x + fade * (a @ w["out"].T)
+    n = norm(x)
+    hidden = n @ w["up"].T
+    hidden = hidden * (1 + torch.erf(hidden / 2 ** 0.5)) / 2
+    x = x + torch.where((n @ w["gate"] > 0)[..., None], hidden @ w["down"].T, torch.zeros_like(x))
+    x = x.masked_fill(padding[..., None], 0)
+    return x, x.detach().abs().max()
+'''
+
+GUARDED = '''
+import torch
+import torch.nn.functional as F
+
+def whole_block(x, lengths, weights, step):
+    """Few kernels; what the step is, Dynamo has to know."""
+    real = torch.arange(x.shape[1]).expand(x.shape[:2]) < lengths[:, None]
+    x = torch.where(real[:, :, None], x, torch.zeros_like(x))
+    n = F.layer_norm(x, (x.shape[2],))
+    q, k, v = (n @ torch.cat([weights["q"], weights["k"], weights["v"]]).T).chunk(3, -1)
+    q, k, v = (part.reshape(*part.shape[:2], 2, -1).transpose(1, 2) for part in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None, :]).transpose(1, 2).reshape(x.shape)
+    y = y @ weights["out"].T
+    if step < 100:
+        y = y * ((step + 1) / 100)
+    x = x + y
+    n = F.layer_norm(x, (x.shape[2],))
+    go = torch.sum(n * weights["gate"], 2) > 0
+    x = x + go[:, :, None] * (F.gelu(n @ weights["up"].T) @ weights["down"].T)
+    x = x * real[:, :, None]
+    return x, x.detach().abs().max()
+'''
+
+FADED = GUARDED.replace("""    if step < 100:
+        y = y * ((step + 1) / 100)
+""", """    y = y * torch.clamp(torch.arange(1, 2) * (step + 1) / 100, max=1.0)
+""").replace("what the step is, Dynamo has to know", "the step becomes a tensor of one number")
+
+MASKED_AFTER = BY_HAND.replace(" - 1e30 * padding[:, None, None].to(x.dtype)", "").replace(
+    "p / p.sum(-1, keepdim=True)", "(p / p.sum(-1, keepdim=True)).masked_fill(padding[:, None, None], 0)")
+OTHER_GELU = FADED.replace("F.gelu(n @ weights[\"up\"].T)", "F.gelu(n @ weights[\"up\"].T, approximate=\"tanh\")")
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -1193,6 +1269,11 @@ SCORED = [
     ("plan-layout", EXHAUSTIVE, ("correct",), "a measurement is a real run"),
     ("plan-layout", SHORT_LIST, ("correct", "30 measurements"), "five unknown speeds follow"),
     ("plan-layout", ASKED_FIVE_TIMES, ("correct", "30 measurements", "10 measurements"), ""),
+    ("whole-block", SILENCED, ("correct",), "a value is asked for"),
+    ("whole-block", PRETENDS, ("correct",), "a value is asked for"),
+    ("whole-block", BY_HAND, ("correct", "one graph", "one recompilation"), "a tensor of their own"),
+    ("whole-block", GUARDED, ("correct", "one graph", "few kernels"), "on the other one"),
+    ("whole-block", FADED, ("correct", "one graph", "one recompilation", "few kernels"), ""),
     ("graph-trainer", EAGER, ("correct",), "Python still runs the loss"),
     ("graph-trainer", GRAPH_A_NUMBER, ("correct", "no stall"), ""),
     ("graph-trainer", ONE_GRAPH, ("correct", "captured", "no stall"), "operation by operation"),
@@ -1209,6 +1290,8 @@ SCORED = [
 ]
 
 WRONG = [
+    ("whole-block", MASKED_AFTER, ""),
+    ("whole-block", OTHER_GELU, ""),
     ("graph-trainer", NESTEROV, ""),
     ("graph-trainer", HALF_PRECISION, ""),
     ("place-ranks", ISLANDS, "take the case that is named"),
