@@ -850,7 +850,9 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 # steps of the training. Only tokens whose gate is open go through the MLP. Write it anew. Ours has 14 lines.
 
 # %%
-from course.lab.exercises.lesson05_open_task import HEADS, SHAPES, WARM, block_with_breaks
+from course.lab.exercises.lesson05_open_task import (
+    HEADS, SHAPES, WARM, block_with_breaks
+)
 
 lab.show("course.lab.exercises.lesson05_open_task.block_with_breaks")
 weights = {name: 0.3 * torch.randn(shape) for name, shape in SHAPES.items()}
