@@ -42,6 +42,7 @@ FIRST_YEAR = 1979
 SPIN_UP_DAYS = 25                                # until storms have forgotten the initial state
 YEARS_AT_ONCE = 16                                    # years run as one batch: bounds memory and open files
 HEAD = 100_000                                   # most bytes of a file besides its states
+MOST_VAPOR = 200.0                               # kg/m²: more, which winds may pile up for hours, counts as rain on its way
 VERSION = 1                                      # of the physics: files of other versions are refused
 
 
@@ -267,7 +268,7 @@ class ChannelView:
 
         low = winds[:, :, 1]                                                              # (2, years, lat, lon)
         surface = t2 - lapse * math.log(0.75)                                            # air at the ground
-        out = {"sp": ps, "t850": temperature(850), "t500": temperature(500), "tcwv": water.clamp(min=0),
+        out = {"sp": ps, "t850": temperature(850), "t500": temperature(500), "tcwv": water.clamp(0, MOST_VAPOR),
                "z1000": height(1000), "z850": height(850), "z500": height(500),
                "z50": heights[:, 0] + GAS * t1 * torch.log(0.25 * ps / 5000),
                "t2m": surface + 0.5 * (1 - self.land) * (self.sea - surface),
