@@ -99,8 +99,10 @@ def save_trace(file: Path, events: list[trace_breakdown.Event]) -> None:
     begin = max(event["ts"] for event in parts if event["name"] == PARTS[0])
     kept = [event for event in events if event.get("ph") == "M"]
     for event in events:
-        launched = event.get("cat") == "cuda_runtime" and any(word in event["name"] for word in CALLS)
-        of_step = event in parts or event.get("cat") in trace_breakdown.ON_DEVICE or launched
+        category = event.get("cat", "")
+        launched = category in ("cuda_runtime", "cuda_driver") and any(word in event["name"] for word in CALLS)
+        phase = event["name"].startswith(trace_breakdown.BACKWARD)       # tells backward from forward
+        of_step = event in parts or category in trace_breakdown.ON_DEVICE or launched or phase
         if of_step and event.get("ph") == "X" and event["ts"] + event["dur"] >= begin:
             args = {key: value for key, value in event.get("args", {}).items() if key in ARGUMENTS}
             kept.append({**event, "name": event["name"][:LONGEST_NAME], "ts": round(event["ts"] - begin, 3), "args": args})

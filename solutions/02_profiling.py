@@ -17,14 +17,15 @@
 # - Why a clock around a line of code misleads you on a GPU, and what a profiler records instead.
 # - How to turn thousands of events into one sentence: *this step waits for data*, *for the host* or *for other GPUs*.
 # - How to recognize a launch-bound step, and communication that nothing hides.
+# - How to read a timeline, and how to find the line of code that holds the memory.
 #
 # | | |
 # |---|---|
 # | you need | a laptop; no GPU |
-# | reading and doing | about 75 minutes |
+# | reading and doing | about 105 minutes |
 # | computing | half a minute on two cores |
-# | you write | named parts of a step (9 lines), busy and exposed time (5 and 1), who waits for whom (6) |
-# | you measure | where a step's time goes |
+# | you write | named parts of a step (9 lines), busy and exposed time (5 and 1), who waits (6), what holds the memory (15) |
+# | you measure | where a step's time and its memory go |
 #
 # Do [lesson 01](01_baseline.ipynb) first. Work in a copy: *File → Save Notebook As…*, `02_profiling_mine.ipynb`.
 
@@ -33,15 +34,17 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from course.training import assemble
 from course import config, parallel
-from course.lab.figures import style, profile
 from course.lab import notebook as lab
+from course.lab.figures import profile, style
+from course.lab.instruments.tensor_memory import MemoryHistory
 from course.lab.notebook import check
-from course.training import trace_breakdown
+from course.models import layers
+from course.training import assemble, memory_snapshot, trace_breakdown
 from course.training.profiler import Window
 
 lab.begin("02")
@@ -400,13 +403,183 @@ lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / leng
 # All of it is exposed. This program multiplies, then sends, then multiplies again, and each waits for the other. What
 # could the GPUs compute while they send? Lessons 07 and 10 find something.
 #
+# ## Read a timeline
+#
+# Shares tell you *that* a step waits. The timeline tells you *why*. Look for four things, in this order:
+#
+# | what you see | what it means | where it is cured |
+# |---|---|---|
+# | one long gap on the GPU, in the part `data` | the step waits for its data | lesson 03 |
+# | copies to the GPU, and no kernel beside them | the copy is not asynchronous, or it is started too late | lesson 03 |
+# | many short gaps between kernels | the host launches too slowly | lessons 05 and 06 |
+# | communication, and no kernel beside it | the GPUs wait for each other | lessons 07 and 10 |
+#
+# Here are three recorded steps of the weather model of lesson 01. They differ in one thing: what reads the data, and how
+# it reaches the GPU. The row *other streams* is work that the GPU does beside its main stream.
+
+# %%
+steps = {letter: profile.last_step(trace_breakdown.read(lab.trace(file)))
+         for letter, file in (("A", "dali.json.gz"),
+                              ("B", "read_by_the_training_process.json.gz"),
+                              ("C", "threads.json.gz"))}
+for letter, rows in steps.items():
+    shown = [row for row in rows if row[0] != "launches"]
+    lab.picture(profile.timeline(shown, f"step {letter}: 16 samples on an H200"),
+                {"A": "The GPU computes all the time. A copy and two kernels run "
+                      "beside it on another stream, after a third of the step",
+                 "B": "Nearly all of the step is the part named data; the GPU is "
+                      "empty meanwhile. Then come two copies, and only then kernels",
+                 "C": "The GPU computes all the time but for a short gap after a "
+                      "copy, which runs beside the kernels on another stream"}[letter])
+
+# %% [markdown]
+# > **Question.** In which step does the training process itself read the files? Its copies take 12 ms. Which other step
+# > has a copy as large, and why does that copy cost nothing?
+#
+# <details><summary>Answer</summary>
+# It is B: while the process reads, nobody launches anything. A and C copy too, 13 ms each, but on another stream and beside
+# the kernels of the step before. A is NVIDIA's DALI; its stream also has kernels of its own, which normalize the samples.
+# C is the library's threads. Its main stream waits about a millisecond for the copied batch.
+# </details>
+#
+# The next picture shows six milliseconds of a GPT's backward pass on two GPUs. Each holds the whole model and half of the
+# batch. As soon as a few gradients are known, the two average them (lesson 07).
+#
+# > **Predict.** What does this step wait for: its data, its host or the other GPU?
+
+# %%
+my_cause = "the other GPU"       # or "its data", or "its host"
+
+# %%
+parallel_step = profile.last_step(trace_breakdown.read(
+    lab.trace("data_parallel.json.gz")))
+lab.picture(profile.timeline([row for row in parallel_step if row[0] != "launches"],
+                             "backward pass of GPT 350M on one of two H200s",
+                             until=46_000, since=40_000),
+            "Kernels of a block, then a gap in which three messages are sent one after "
+            "the other, then kernels of the next block, and so on")
+print("you said:", my_cause)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# It looks like the other GPU: each gap has messages in it. But look at the gaps <i>between</i> the messages, where the GPU
+# does nothing at all. The host is late. It launches a block's kernels, then three messages, then the next block's kernels,
+# and the GPU finishes each before the next arrives. The profiler makes the host slower still. Hiding the messages better
+# would gain nothing here. A CUDA graph (lesson 06), which launches everything at once, would.
+# </details>
+#
+# Open one of these files in [perfetto.dev](https://ui.perfetto.dev), and find the same gaps. `lab.trace("dali.json.gz")`
+# is its path.
+#
+# ## What holds the memory
+#
+# Time is half of the question. The other half is memory: *CUDA out of memory* names the line that asked last, not the
+# lines that hold the rest. A **memory snapshot** lists every allocation and every free, with the line of code that asked.
+#
+# ```
+# course profile gpt-124m profile.memory=true           # on a GPU: also writes memory-0.pickle
+# course profile runs/gpt-124m/default/profile/memory-0.pickle
+# ```
+#
+# The first picture is a step of GPT 124M on an H200. In the second, someone wrote attention as a textbook does.
+
+# %%
+snapshots = {name: memory_snapshot.read(lab.trace(f"memory_{name}.pickle.gz"))
+             for name in ("library", "changed")}
+lab.picture(profile.memory(snapshots["library"], "GPT 124M, 8 samples, on an H200"),
+            "Memory rises during the forward pass and falls during the backward pass; "
+            "the linear layers hold most of it")
+
+# %% [markdown]
+# Memory rises while the forward pass keeps what the backward pass will need, and falls while that is used up.
+#
+# > **Predict.** Attention has 12 heads and 1024 tokens; the batch has 8 samples. Its scores are one number for each pair of
+# > tokens, in each head. How many MB are they in one of the 12 layers, in fp32?
+
+# %%
+my_scores = 100.0                # your prediction, MB
+
+# %%
+lab.beside("scores of one layer", my_scores, 8 * 12 * 1024**2 * 4 / 1e6, "MB",
+           "counted")
+lab.picture(profile.memory(snapshots["changed"], "the same with another attention"),
+            "Memory rises three times as high; two lines of attend hold most of it")
+
+# %% [markdown]
+# ## Exercise: what is alive at the peak
+#
+# The picture needs one number for each line of code: the bytes that it holds when memory is at its highest. Write the
+# function. An event is `(action, address, bytes, line)`.
+#
+# - A block's address is free after it, and may be given to another block.
+# - Some blocks were there before the recording began. You see only how they are freed.
+
+# %% exercise="memory-peak"
+from course.training.memory_snapshot import alive_at_peak
+
+# %%
+check("memory-peak")
+
+# %% [markdown]
+# Which lines hold most in the second snapshot? Yours says:
+
+# %%
+with lab.yours(alive_at_peak):
+    print(memory_snapshot.text(snapshots["changed"]))
+
+# %% [markdown]
+# > **Question.** Two lines of `attend` hold more than the whole step did before. What do they hold, and must it be kept?
+#
+# <details><summary>Answer</summary>
+# One is the softmax of the scores in fp32, 403 MB in each of the 12 layers; the other its copy in bf16, half as large. The
+# backward pass needs them. But it can compute them again from q and k, piece by piece: PyTorch's
+# <code>scaled_dot_product_attention</code> does that, and never has all scores in memory. You write such a kernel in lesson 19.
+# </details>
+#
+# Now your own. `MemoryHistory` records the same list on any device. The next cell trains one step of a small GPT, first
+# with the library's attention, then with a textbook's.
+
+# %%
+def textbook(q, k, v, causal=False, mask=None):
+    """Attention with all of its scores in memory, q, k, v: (B, h, T, d)."""
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return weights @ v
+
+
+small = config.load("gpt-demo", ["model.context=512", "train.global_batch=4",
+                                 "train.device=cpu"])
+peaks = {}
+for name, attend in (("library", layers.attend), ("textbook", textbook)):
+    with mock.patch.object(layers, "attend", attend):
+        gpt = assemble.assemble(small, parallel.build_mesh(small.parallel,
+                                                           parallel.World(device=cpu)))
+        tokens = gpt.model.example(4, cpu)
+        gpt.step(tokens)
+        with MemoryHistory() as history:
+            gpt.step(tokens)
+    peaks[name] = history.peak / 1e6
+print({name: f"{peak:.0f} MB" for name, peak in peaks.items()})
+lab.picture(profile.memory(history.events, "a small GPT with a textbook's attention"),
+            "The line weights = scores.masked_fill of textbook holds most of the memory "
+            "at the peak")
+
+# %% [markdown]
+# > **Question.** You find out that a run's memory grows by 300 MB with each step. Where would you look in the picture?
+#
+# <details><summary>Answer</summary>
+# At the end of a step. What was allocated in this step and is still alive then is kept by someone: often a list of losses or
+# of activations, with all that their backward passes need. Append <code>loss.item()</code> or <code>x.detach()</code>.
+# </details>
+#
 # ## Summary
 #
 # - On a GPU, a clock around a line measures its launch.
 # - A profiler records both timelines, the host's and the GPU's.
-# - Do not add the lengths of events: measure their union.
+# - Do not add the lengths of events: measure their union. So communication costs time only where nothing hides it.
 # - A step computes, or it waits for data, for the host or for other GPUs. Each has its own cure.
-# - Communication costs time only where nothing hides it.
+# - A memory snapshot says which lines hold memory at its peak.
 #
 # ## Questions
 #

@@ -14,6 +14,7 @@ from typing import Any, SupportsFloat
 import torch
 from matplotlib.figure import Figure
 
+from course.bench.results import FOLDER as RESULTS
 from course.bench.results import load as results
 from course.lab.authoring import stubs
 from course.lab.checks import check as checks
@@ -242,6 +243,11 @@ def kernels() -> bool:
     if not triton_language.INSTALLED:
         print(f"Kernels do not run here, because Triton is not installed: {triton_language.CURE}")
     return triton_language.INSTALLED
+
+
+def trace(name: str) -> Path:
+    """The file of a recorded trace (.json.gz) or memory snapshot (.pickle.gz), which Perfetto and `course profile` read."""
+    return RESULTS / "traces" / name
 
 
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:

@@ -63,16 +63,22 @@ def peak(events: Sequence[Event]) -> tuple[int, int]:
 def alive_at_peak(events: Sequence[Event]) -> dict[str, int]:
     """Bytes by line of source, of the blocks that are alive when memory is at its highest.
 
-    Only blocks whose allocation is in `events` have a line. The free of another lowers the total, and nothing else.
+    Only blocks whose allocation is in `events` have a line. The free of another block lowers the total all the same.
     """
     alive: dict[int, tuple[str, int]] = {}           # address -> (line, bytes); a freed address is used again
-    for action, address, size, line in events[:peak(events)[1]]:
+    held: list[tuple[str, int]] = []
+    now = most = 0
+    for action, address, size, line in events:
         if action == "alloc":
             alive[address] = line, size
+            now += size
         else:
             alive.pop(address, None)
+            now -= size
+        if now > most:
+            most, held = now, list(alive.values())
     lines = Counter[str]()
-    for line, size in alive.values():
+    for line, size in held:
         lines[line] += size
     return dict(lines)
 

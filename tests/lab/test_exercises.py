@@ -171,6 +171,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "named-parts": "parts raised begun quiet",
     "busy-time": "few kept",
     "exposed-time": "hidden kept",
+    "memory-peak": "none kept",
     "read-ahead": "thread prompt raised ended",
     "loader": "ahead crowd ended kept raised together meanwhile",
     "fp8-cast": "type before kept",

@@ -5,7 +5,7 @@ import torch
 
 from course import config, models, parallel
 from course.lab.exercises.lesson13_memory import training_bytes
-from course.lab.figures import memory
+from course.lab.figures import memory, profile
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.training.activation_checkpointing import checkpoint_activations
 
@@ -47,3 +47,32 @@ def test_saving_more_never_needs_more():
               for zero in range(4) for how in ("none", "selective", "full")]
     assert all(a > b for a, b in zip(totals[::3], totals[3::3], strict=False))
     assert all(totals[i] > totals[i + 1] > totals[i + 2] for i in range(0, 12, 3))
+
+
+def test_a_lines_memory_has_its_color_and_the_peak_a_mark():
+    """Also of a line whose name begins with _, which matplotlib would leave out of its legend."""
+    events = [("alloc", 1, 4_000_000, "__call__: a"), ("alloc", 2, 1_000_000, "b"), ("free", 1, 4_000_000, ""),
+              ("alloc", 3, 2_000_000, "b")]
+    figure = profile.memory(events, most=1)
+    axis, = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["__call__: a", "other lines"]
+    assert axis.lines[0].get_xdata()[0] == 1         # after the second event, counted from 0
+    assert max(axis.collections[0].get_paths()[0].vertices[:, 1]) == 4
+    assert max(axis.collections[1].get_paths()[0].vertices[:, 1]) == 5
+
+
+def test_a_timeline_tells_the_main_stream_from_others():
+    def event(name, begin, end, stream, cat="kernel"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+
+    events = [event(name, *times, None, "user_annotation") for name, times in (
+        ("data", (0, 10)), ("compute", (10, 80)), ("optimizer", (80, 100)))]
+    events += [event("gemm", 10, 70, 7), event("normalize", 20, 30, 9), event("ncclDevKernel", 30, 99, 11),
+               event("Memcpy HtoD", 5, 25, 9, "gpu_memcpy"), event("Memcpy DtoD", 70, 75, 7, "gpu_memcpy")]
+    rows = profile.last_step(events)
+    assert {name: lane for lane, name, *_ in rows if lane != "parts"} == {
+        "gemm": "GPU", "normalize": "other streams", "ncclDevKernel": "communication", "Memcpy HtoD": "other streams",
+        "Memcpy DtoD": "GPU"}
+    axis, = profile.timeline(rows, until=60, since=20).axes
+    assert axis.get_xlim() == (20, 60)
+    assert all(bar.get_x() >= 20 and bar.get_x() + bar.get_width() <= 60 for bar in axis.patches)

@@ -11,10 +11,11 @@ import torch
 from course.lab.checks import random_inputs, return_values, transcript
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
-from course.training import profiler
+from course.training import memory_snapshot, profiler
 
 Interval = tuple[float, float]                       # (begin, end), in seconds
 CHANGED = "its intervals are others afterwards, or in another order"
+LINES = 5                                            # of source, that ask for memory
 WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
 
 
@@ -180,6 +181,89 @@ def run_launch_bound(inputs: Tensors) -> Tensors:
     return {"total": total, "idle": idle}
 
 
+def draw_memory_peak(seed: int, hidden: bool) -> Tensors:
+    """Allocations and frees, (events, 4): 1 or 0 for a free, address, bytes, number of the line, -1 for a free.
+
+    In all, memory is highest in the middle of the list. "reused": a freed address is given again. "before": blocks are freed
+    whose allocation is not listed; without them a later moment would seem the highest.
+    """
+    generator = random_inputs.generator(seed)
+    blocks = 24 if hidden else 12
+    return {name: torch.tensor(draw_events(generator, blocks, name == "reused", name == "before"))
+            for name in ("apart", "reused", "before")}
+
+
+def draw_events(generator: torch.Generator, blocks: int, reuse: bool, before: bool) -> list[tuple[int, int, int, int]]:
+    """Events of one snapshot: blocks come, some leave at once, half are freed, others come, and all are freed."""
+    def upto(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    events: list[tuple[int, int, int, int]] = []
+    alive: list[tuple[int, int]] = []                # (address, bytes)
+    given: list[int] = []                            # addresses that are free again
+    total = highest = 0
+
+    def alloc(size: int) -> None:
+        nonlocal total, highest
+        address = given.pop() if reuse and given else 4096 * (1 + sum(kind for kind, *_ in events))
+        events.append((1, address, size, upto(LINES)))
+        alive.append((address, size))
+        total += size
+        highest = max(highest, total)
+
+    def free(place: int) -> None:
+        nonlocal total
+        address, size = alive.pop(place)
+        events.append((0, address, size, -1))
+        given.append(address)
+        total -= size
+
+    for _ in range(blocks):
+        if upto(2):                                  # a temporary
+            alloc(1000 + upto(9000))
+            free(-1)
+        alloc(1000 + upto(9000))
+    alloc(5000 + upto(5000))                         # the highest moment, often within an operation
+    free(-1)
+    while len(alive) > blocks // 2:
+        free(upto(len(alive)))
+    if before:
+        size = highest // 3
+        events.append((0, 2048, size, -1))
+        total -= size
+    while total + 6000 < 0.97 * highest:
+        alloc(1000 + upto(5000))
+    while alive:
+        free(-1)
+    return events
+
+
+def as_events(rows: torch.Tensor) -> list[memory_snapshot.Event]:
+    """(events, 4) -> the list of a snapshot."""
+    return [("alloc" if kind else "free", address, size, f"model.py:{10 * line + 10} forward" if kind else "")
+            for kind, address, size, line in rows.tolist()]
+
+
+def run_memory_peak(inputs: Tensors) -> Tensors:
+    """Bytes of each line at the highest moment, (LINES,), of each snapshot; and of one without events."""
+    found = {}
+    lists = {name: as_events(rows) for name, rows in inputs.items()}
+    for name, events in lists.items():
+        found[name] = lines_of(memory_snapshot.alive_at_peak(events))
+    found["none"] = lines_of(memory_snapshot.alive_at_peak([]))
+    return found | {"kept": torch.tensor(float(lists == {name: as_events(rows) for name, rows in inputs.items()}))}
+
+
+def lines_of(value: Any) -> torch.Tensor:
+    """The bytes of each line, float64 (LINES,). Raises `InvalidReturn` if a key is no line of the events."""
+    sizes = return_values.named(value, "alive_at_peak", ())
+    lines = [f"model.py:{10 * line + 10} forward" for line in range(LINES)]
+    if other := next((key for key in sizes if key not in lines), None):
+        raise InvalidReturn(f"`alive_at_peak` returned a dict with the key {other!r}, which no allocation has as its line",
+                            "its keys are the lines of the blocks that are alive; a free has none")
+    return return_values.numbers((sizes.get(line, 0) for line in lines), "alive_at_peak")
+
+
 EXERCISES = [
     Exercise("named-parts", "02", ("course.training.profiler.part",), draw_names, run_named_parts, {
         "trace": "the profiler's trace has every part by its name",
@@ -207,4 +291,10 @@ EXERCISES = [
     Exercise("launch-bound", "02", (f"{__name__}.replay",), draw_kernels, run_launch_bound, {
         "total": "when the GPU is done, whoever it waits for",
         "idle": "how long it has nothing to do"}),
+    Exercise("memory-peak", "02", ("course.training.memory_snapshot.alive_at_peak",), draw_memory_peak, run_memory_peak, {
+        "apart": "what each line holds at the highest moment",
+        "reused": "also where a freed address is given to another block",
+        "before": "a block from before the recording lowers the total when it is freed",
+        "none": "no events hold nothing",
+        "kept": "it leaves the list as it is"}, flags={"kept": "the list of events is another one afterwards"}, points=2),
 ]

@@ -22,7 +22,7 @@ def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
     steps = sorted(event["ts"] for event in parts if event["name"] == trace_breakdown.PARTS[0])
     begin, end = steps[-1], max(event["ts"] + event["dur"] for event in parts)
     gpu = any(event.get("cat") == "kernel" for event in events)
-    lanes = {"user_annotation": "parts", "cuda_runtime": "launches", "cpu_op": "operators",
+    lanes = {"user_annotation": "parts", "cuda_runtime": "launches", "cuda_driver": "launches", "cpu_op": "operators",
              **dict.fromkeys(trace_breakdown.ON_DEVICE, "GPU")}
     main = main_stream(events)
     rows = []
@@ -54,21 +54,22 @@ def main_stream(events: list[trace_breakdown.Event]) -> Any:
     return busy.most_common(1)[0][0] if busy else None
 
 
-def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None = None) -> Figure:
-    """A step as boxes over time, from the rows of `last_step`, in microseconds up to `until`."""
+def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None = None, since: float = 0.0) -> Figure:
+    """A step as boxes over time, from the rows of `last_step`, in microseconds from `since` to `until`."""
     lanes = [lane for lane in LANES if any(row[0] == lane for row in rows)]
     end = until or max(row[4] for row in rows)
     figure, axis = panel(9, 0.55 * len(lanes) + 1.5)
     for lane, name, kind, start, stop in rows:
-        if start > end:
+        start, stop = max(start, since), min(stop, end)
+        if start >= stop:
             continue
         place = lanes.index(lane)
-        axis.barh(place, min(stop, end) - start, left=start, height=0.8, color=KERNELS.get(kind, GRAY),
+        axis.barh(place, stop - start, left=start, height=0.8, color=KERNELS.get(kind, GRAY),
                   edgecolor="white", linewidth=0.3 if lane != "parts" else 1.0)
-        if lane == "parts" and min(stop, end) - start > MOST_NAMED * end:
-            axis.text((start + min(stop, end)) / 2, place, name, ha="center", va="center", fontsize=8, color="white")
+        if lane == "parts" and stop - start > MOST_NAMED * (end - since):
+            axis.text((start + stop) / 2, place, name, ha="center", va="center", fontsize=8, color="white")
     name_rows(axis, lanes)
-    axis.set_xlim(0, end)
+    axis.set_xlim(since, end)
     label(axis, x="microseconds", title=title)
     kinds = [kind for kind in KERNELS if any(row[2] == kind for row in rows)]
     figure.legend(handles=[Patch(color=KERNELS[kind], label=kind) for kind in kinds], loc="outside lower center", ncols=6,
@@ -128,10 +129,11 @@ def memory(events: Sequence[memory_snapshot.Event], title: str = "", most: int =
     largest = sorted(lines, key=lambda line: -lines[line])[:most]
     heights = [[size / 1e6 for size in row] for row in memory_snapshot.over_time(events, largest)]
     figure, axis = panel(9, 3.6 + 0.2 * len(largest))
-    colors = [color for _, color in MARKS][:len(largest)]
-    axis.stackplot(range(len(events)), heights, labels=[*largest, "other lines"], colors=[*colors, GRAY], step="post")
+    colors = [*[color for _, color in MARKS][:len(largest)], GRAY]
+    axis.stackplot(range(len(events)), heights, colors=colors, step="post")
     axis.axvline(memory_snapshot.peak(events)[1] - 1, color="black", linestyle="--", linewidth=1)
     axis.set_xlim(0, len(events))
     label(axis, "allocations and frees", "MB", title)
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
+    names = [*largest, "other lines"]                # a label of matplotlib's own that begins with _ would be left out
+    figure.legend([Patch(color=color) for color in colors], names, loc="outside lower center", frameon=False, fontsize=8)
     return figure

@@ -109,7 +109,8 @@ def line_outside() -> str:
     frame = sys._getframe(1)
     while frame.f_back and (frame.f_code.co_filename.startswith(INSIDE) or frame.f_code.co_filename == __file__):
         frame = frame.f_back
-    return f"{frame.f_code.co_name}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("  #")[0].strip()
+    return f"{frame.f_code.co_name}: {source}"
 
 
 def saved_for_backward(forward: Callable[[], Any], without: Iterable[Tensor] = ()) -> tuple[Any, int]:

@@ -115,4 +115,39 @@ MISTAKES = {
                 "return gpu, gpu - host",
                 "this is how long the GPU still works after the last launch: add up how long it waits before each kernel"),
     ),
+    "memory-peak": (
+        Mistake("the end", "if now > most:", "if True:",
+                "this is what is alive at the end: keep what is alive whenever the total is higher than ever before"),
+        Mistake("all allocations", "alive.pop(address, None)", "pass",
+                "this also counts blocks that were freed before: take a freed block out of those that are alive"),
+        Mistake("the free of an older block is left out", "alive.pop(address, None)\n            now -= size",
+                "if alive.pop(address, None):\n                now -= size",
+                "a block from before the recording is part of the memory too: its free lowers the total"),
+        Mistake("an address that was never seen", "alive.pop(address, None)", "alive.pop(address)",
+                "some frees are of blocks from before the recording: their addresses are not among those that you keep",
+                stops="KeyError"),
+        Mistake("only the first of a line", "lines[line] += size", "lines[line] = size",
+                "several blocks come from one line: add up their bytes"),
+        Mistake("most of each line", "    lines = Counter[str]()\n    for line, size in held:\n        lines[line] += size\n"
+                "    return dict(lines)",
+                "    now, most = Counter(), Counter()\n    where = {}\n    for action, address, size, line in events:\n"
+                "        if action == 'alloc':\n            where[address] = line\n            now[line] += size\n"
+                "            most[line] = max(most[line], now[line])\n        elif address in where:\n"
+                "            now[where.pop(address)] -= size\n    return dict(most)",
+                "each line is at its highest at another moment: find the moment at which all together are, and what is alive "
+                "then"),
+        Mistake("the most blocks", "if now > most:\n            most, held = now,",
+                "if len(alive) > most:\n            most, held = len(alive),",
+                "the most blocks need not be the most bytes: compare totals of bytes"),
+        Mistake("an address has one line", "    now = most = 0\n    for action, address, size, line in events:\n"
+                "        if action == \"alloc\":\n            alive[address] = line, size",
+                "    now = most = 0\n    first = {}\n    for action, address, size, line in events:\n"
+                "        if action == \"alloc\":\n            alive[address] = first.setdefault(address, line), size",
+                "a freed address is given again, to another line"),
+        Mistake("before the last one came", "most, held = now, list(alive.values())",
+                "most, held = now, list(alive.values())[:-1]",
+                "the block that makes the total highest is alive at that moment too"),
+        Mistake("blocks, not bytes", "lines[line] += size", "lines[line] += 1",
+                "this counts blocks: add up their bytes"),
+    ),
 }

@@ -56,6 +56,22 @@ def replay(launches, works):
         done = max(done, launched) + work
     return done, done - sum(works)
 ''',
+    "memory-peak": '''
+import itertools
+
+def alive_at_peak(events):
+    """Find the moment by running totals; then replay up to it."""
+    totals = list(itertools.accumulate(size if action == "alloc" else -size for action, _, size, _ in events))
+    if not totals or max(totals) <= 0:
+        return {}
+    alive = []
+    for action, address, size, line in events[:totals.index(max(totals)) + 1]:
+        if action == "alloc":
+            alive.append((address, size, line))
+        else:
+            alive = [block for block in alive if block[0] != address]
+    return {line: sum(size for _, size, other in alive if other == line) for _, _, line in alive}
+''',
     "sharded-sampler": '''
 import itertools
 from course.data.order import samples_at
