@@ -188,6 +188,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "recompute": "excess",
     "loss-in-chunks": "sparing passing light early kept",
     "read-index": "kind mapped refused",
+    "convert-foreign": "copies formats once",
     "adaln": "kept",
     "guidance": "passes precision",
     "dit-flops": "counted",
@@ -239,7 +240,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script", "diagnose"]   # which start processes that compute
+APART = ["rendezvous", "batch-script", "diagnose", "convert-foreign"]   # which start processes that compute
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

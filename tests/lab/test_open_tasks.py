@@ -10,11 +10,17 @@ from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
 from course.lab.checks.return_values import InvalidReturn
-from course.lab.exercises import lesson07_open_task, lesson10_open_task, lesson11_open_task, lesson15_open_task
+from course.lab.exercises import (
+    lesson07_open_task,
+    lesson10_open_task,
+    lesson11_open_task,
+    lesson15_open_task,
+    lesson16_open_task,
+)
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import faulty_training
-from course.models import layers
+from course.lab.instruments import faulty_training, foreign_model
+from course.models import build_model, layers
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
 
@@ -102,6 +108,26 @@ def test_a_diagnosis_names_each_fault_in_three_steps():
             run(latent, latent, each, each)
         with pytest.raises(InvalidReturn, match="`noise` of `run` has the shape"):
             run(latent, latent[0], each, each)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_foreign_model_comes_back_from_its_files(which):
+    """Its weights are found, and the library's own GPT gives its logits; the task's `logits` are those of this GPT."""
+    with foreign_model.ForeignModels([(which, which, which > 1)]) as models:
+        checkpoint, run, c = models.checkpoint(0), models.runner(0), models.config(0)
+        weights = lesson16_open_task.convert_foreign(checkpoint, run, c)
+        text = torch.randint(c.vocab, (c.context,), generator=torch.Generator().manual_seed(which))
+        model = build_model(c).to_empty(device="cpu").double().eval()
+        model.load_state_dict({name: x.double() for name, x in weights.items()})
+        batch = {"tokens": torch.cat([text, text[:1]])[None], "sample": torch.zeros(1, dtype=torch.int64)}
+        expected = model(model.prepare(batch, torch.zeros((), dtype=torch.int64)))[0].detach()
+        assert models.calls(0) == 1
+        for found in (run(text), lesson16_open_task.logits(c, weights.__getitem__, text)):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        with pytest.raises(InvalidReturn, match="1 to 11 tokens"):
+            run(torch.zeros(12, dtype=torch.int64))
+        with pytest.raises(InvalidReturn, match="there is no tensor"):
+            checkpoint.read("model.safetensors", "a")
 
 
 @pytest.mark.slow

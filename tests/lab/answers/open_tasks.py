@@ -888,9 +888,85 @@ class Loader:
         return next(self.samples)
 '''
 
+GUESSED_ALL = '''
+import re
+from itertools import permutations, product
+import torch
+from course.lab.exercises.lesson16_open_task import logits
+
+def convert_foreign(checkpoint, run, c):
+    """Everything in memory, and the model is asked again for every guess."""
+    D, H, V, h = c.dim, c.hidden, c.vocab, c.heads
+    theirs = {name: checkpoint.read(file, name) for name, file in checkpoint.index.items()}
+    shapes = {name: checkpoint.shapes(file)[name] for name, file in checkpoint.index.items()}
+    first = [name for name in shapes if ".0." in name]
+    outer = [name for name in shapes if not re.search("[0-9]", name)]
+    turned = sum(shapes[name] == (H, D) for name in first) == 1
+
+    def maps(out, into):
+        return [name for name in first if shapes[name] == ((into, out) if turned else (out, into))]
+
+    def read(name):
+        return theirs[name].T if turned else theirs[name]
+
+    squares, fused, gates, wide, (down,) = maps(D, D), maps(3 * D, D), maps(H, D), maps(2 * H, D), maps(D, H)
+    norms = [name for name in first if shapes[name] == (D,)]
+    tables = [name for name in outer if len(shapes[name]) == 2]
+    last, = [name for name in outer if shapes[name] == (D,)]
+    tokens = (torch.arange(c.context) ** 2 + 3) % V
+
+    def block(i, order, by_head, rotary, norm, gate):
+        def of(name):
+            return read(name.replace(".0.", f".{i}."))
+        if fused:
+            x = of(fused[0])
+            x = x.reshape(h, 3, D // h, D).transpose(0, 1) if by_head else x.reshape(3, h, D // h, D)
+            q, k, v = (x[j].reshape(D, D) for j in order)
+            out = of(squares[0])
+        else:
+            q, k, v, out = (of(squares[j]) for j in order)
+        if rotary:
+            q, k = (x.reshape(h, -1, 2, D).transpose(1, 2).reshape(D, D) for x in (q, k))
+        halves = of(wide[0]).split(H) if wide else [of(name) for name in gates]
+        weights = {"attn.qkv": torch.cat([q, k, v]), "attn.out": out, "mlp.down": of(down),
+                   "mlp.up": torch.cat([halves[gate], halves[1 - gate]])}
+        weights |= {f"norm{j + 1}": theirs[norms[j ^ norm].replace(".0.", f".{i}.")] for j in range(2)}
+        return {f"blocks.{i}.{name}.weight": x for name, x in weights.items()}
+
+    for *inner, table in product(permutations(range(3 if fused else 4)), *[(0, 1)] * 4, range(len(tables))):
+        embed, head = tables[table], tables[table - 1]
+        if turned and len(tables) > 1 and shapes[head] == (V, D):
+            continue
+        weights = exact = {}
+        for i in range(c.depth):
+            weights.update(block(i, *inner))
+        weights["embed.token.weight"] = theirs[embed]
+        weights["head.proj.weight"] = theirs[head].T if turned and head != embed else theirs[head]
+        weights["head.norm.weight"] = theirs[last]
+        exact = {name: x.double() for name, x in weights.items()}
+        if torch.allclose(logits(c, exact.get, tokens), run(tokens), rtol=1e-6):
+            return weights
+'''
+KNOWN = "    known = run(tokens)\n    for *inner"
+GUESSED_ONCE = GUESSED_ALL.replace("    for *inner", KNOWN).replace("run(tokens), rtol", "known, rtol")
+READ_AGAIN = GUESSED_ALL.replace("    theirs = {", "    theirs = Files(checkpoint)\n    {").replace(
+    "checkpoint.read(file, name) for", "0 for").replace(
+    "exact = {name: x.double() for name, x in weights.items()}", "exact = weights") + '''
+class Files:
+    """Reads a tensor whenever it is asked for."""
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+
+    def __getitem__(self, name):
+        return self.checkpoint.read(self.checkpoint.index[name], name)
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
+    ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
+    ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
     ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
     ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
     ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
@@ -918,6 +994,10 @@ SCORED = [
 ]
 
 WRONG = [
+    ("convert-foreign", GUESSED_ONCE.replace("rtol=1e-6", "rtol=1, atol=10"), "take the case that is named"),
+    ("convert-foreign", GUESSED_ONCE.replace("for name, file in checkpoint.index.items()}\n    shapes",
+                                             "for file in checkpoint._files for name in checkpoint.shapes(file)}\n    shapes"),
+     "did you forget it"),
     ("loader", AS_COMPLETED, ""),
     ("loader", NOT_A_GENERATOR, "`yield` the samples"),
     ("plan-layout", RULE_OF_THUMB, "take the case that is named"),
