@@ -201,6 +201,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "pipeline-seconds": "kept",
     "rendezvous": "port own later",
     "go-on": "again late needless torn status",
+    "survive": "again left most status writes",
     "batch-script": "lint heard slept",
     "accumulate": "format whole_seen micro_seen micro_turns micro_free scaled_seen scaled_cast",
     "ring-all-reduce": "alone right one came sent intact thrifty kept",

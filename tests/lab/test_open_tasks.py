@@ -1,6 +1,8 @@
 """Open tasks: levels in verdicts, cards, gradebook and JUnit; hints that are opened one by one. test_answers.py runs answers."""
 
 import csv
+import errno
+import signal
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +21,7 @@ from course.lab.exercises import (
 )
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import faulty_training, foreign_model
+from course.lab.instruments import faulty_training, foreign_model, unkind_machine
 from course.models import build_model, layers
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
@@ -128,6 +130,38 @@ def test_a_foreign_model_comes_back_from_its_files(which):
             run(torch.zeros(12, dtype=torch.int64))
         with pytest.raises(InvalidReturn, match="there is no tensor"):
             checkpoint.read("model.safetensors", "a")
+
+
+def test_an_unkind_machine_does_what_the_task_says():
+    """A kill leaves half a file, a power cut what was flushed, a full disk an error; two seconds after a signal it ends."""
+    plan, seen = unkind_machine.Plan(1, 4, 2), []
+
+    def survive(job):
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("asked"))
+        seen.append({name: len(job.disk.read(name)) for name in job.disk.names()})
+        for number in range(1, 5):
+            job.step(number)
+            if len(seen) < 3:
+                try:
+                    job.disk.write("file", b"four")
+                except OSError as error:
+                    seen.append(error.errno)
+        return 0
+
+    def live(**fate):
+        seen.clear()
+        return unkind_machine.live(survive, unkind_machine.Fate(**fate), plan)
+
+    whole = live()
+    assert sorted(whole.losses) == [1, 2, 3, 4] and (whole.again, whole.wrong_status, whole.left, whole.most) == (0, 0, 4, 4)
+    killed = live(kill_save=2, operation=1)
+    assert killed.losses == whole.losses and killed.again == 2 and seen[1] == {"file": 2}
+    live(kill_save=2, operation=1, power="late")
+    assert seen[1] == {}
+    live(full=1)
+    assert errno.ENOSPC in seen
+    late = live(warn_step=2)                         # half a step, a write and a step; the next write takes too long
+    assert late.losses == whole.losses and late.again == 3 and "asked" in seen
 
 
 @pytest.mark.slow

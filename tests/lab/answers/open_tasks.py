@@ -961,12 +961,153 @@ class Files:
         return self.checkpoint.read(self.checkpoint.index[name], name)
 '''
 
+ONE_PLACE = '''
+import pickle
+import signal
+import zlib
+
+def survive(job):
+    """One file, which is written over."""
+    stop = []
+    signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+    step = 0
+    if "checkpoint" in job.disk.names():
+        data = job.disk.read("checkpoint")
+        if zlib.crc32(data[4:]).to_bytes(4, "little") == data[:4]:
+            step, position, state = pickle.loads(data[4:])
+            job.restore(state, position)
+
+    def save():
+        data = pickle.dumps((step, job.position, job.state()))
+        try:
+            job.disk.write("checkpoint", zlib.crc32(data).to_bytes(4, "little") + data)
+        except OSError:
+            pass
+
+    while step < job.last and not stop:
+        step += 1
+        job.step(step)
+        if step % job.every == 0 or step == job.last:
+            save()
+    if step < job.last:
+        save()
+        return 75
+    return 0
+'''
+
+EVERYTHING_STAYS = '''
+import hashlib
+import json
+import signal
+
+def survive(job):
+    """A file and a description beside it for each checkpoint; nothing is ever removed."""
+    disk, asked = job.disk, set()
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.add(number))
+    done = 0
+    for name in disk.names():
+        if name.endswith(".json"):
+            try:
+                found = json.loads(disk.read(name))
+                state = disk.read(f"{found['step']}.bin")
+            except (ValueError, FileNotFoundError):
+                continue
+            if found["sum"] == hashlib.md5(state).hexdigest() and found["step"] > done:
+                done = found["step"]
+                job.restore(state, found["position"])
+    kept = done
+
+    def save():
+        nonlocal kept
+        state = job.state()
+        about = {"step": done, "position": job.position, "sum": hashlib.md5(state).hexdigest()}
+        try:
+            for name, data in ((f"{done}.bin", state), (f"{done}.json", json.dumps(about).encode())):
+                disk.write(name, data)
+                disk.flush(name)
+            disk.flush("")
+            kept = done
+        except OSError:
+            pass
+
+    while done < job.last:
+        if asked:
+            break
+        job.step(done + 1)
+        done += 1
+        if done >= kept + job.every:
+            save()
+    if kept != done:
+        save()
+    return 75 if done < job.last else 0
+'''
+
+TWO_PLACES = '''
+import signal
+import struct
+import zlib
+
+class Places:
+    """Two files, written in turn: while one is written, the other is whole. No name ever changes."""
+    def __init__(self, job):
+        self.job, self.disk, self.steps = job, job.disk, {"a": 0, "b": 0}
+        there = {}
+        for name in self.disk.names():
+            data = self.disk.read(name)
+            head, state = data[:20], data[20:]
+            if len(head) == 20:
+                check, step, position = struct.unpack(">Iqq", head)
+                if check == zlib.crc32(data[4:]):
+                    there[name] = step
+                    if step == max(there.values()):
+                        job.restore(state, position)
+        self.steps |= there
+
+    @property
+    def newest(self):
+        return max(self.steps.values())
+
+    def save(self, step):
+        name = min(self.steps, key=self.steps.get)
+        rest = struct.pack(">qq", step, self.job.position) + self.job.state()
+        self.steps[name] = 0
+        try:
+            self.disk.write(name, zlib.crc32(rest).to_bytes(4, "big") + rest)
+        except OSError as error:
+            return
+        self.disk.flush(name)
+        self.disk.flush("")
+        self.steps[name] = step
+
+def survive(job):
+    asked = False
+
+    def hear(number, frame):
+        nonlocal asked
+        asked = True
+
+    signal.signal(signal.SIGUSR1, hear)
+    places = Places(job)
+    step = places.newest
+    while step < job.last and not asked:
+        step += 1
+        job.step(step)
+        if step - places.newest >= job.every:
+            places.save(step)
+    if places.newest < step:
+        places.save(step)
+    return 0 if step == job.last else 75
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
     ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
     ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
     ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
+    ("survive", ONE_PLACE, ("correct", "few writes", "tidy"), ""),
+    ("survive", EVERYTHING_STAYS, ("correct", "few writes", "few repeated"), "checkpoints pile up"),
+    ("survive", TWO_PLACES, ("correct", "few writes", "few repeated", "tidy"), ""),
     ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
     ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
     ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
@@ -994,6 +1135,8 @@ SCORED = [
 ]
 
 WRONG = [
+    ("survive", ONE_PLACE.replace("        if zlib", "        if True or zlib"), "read the error first"),
+    ("survive", TWO_PLACES.replace("self.job.position)", "step)"), "take the case that is named"),
     ("convert-foreign", GUESSED_ONCE.replace("rtol=1e-6", "rtol=1, atol=10"), "take the case that is named"),
     ("convert-foreign", GUESSED_ONCE.replace("for name, file in checkpoint.index.items()}\n    shapes",
                                              "for file in checkpoint._files for name in checkpoint.shapes(file)}\n    shapes"),
