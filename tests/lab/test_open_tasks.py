@@ -16,6 +16,7 @@ from course.lab.exercises import (
     lesson07_open_task,
     lesson10_open_task,
     lesson11_open_task,
+    lesson14_open_task,
     lesson15_open_task,
     lesson16_open_task,
 )
@@ -206,6 +207,16 @@ def test_data_parallel_gives_the_mean_of_the_ranks_gradients():
         expected += [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for found in ranks(2)(lambda: lesson07_open_task.run(inputs)["gradients"]):
         torch.testing.assert_close(found, torch.cat([grad.flatten() for grad in expected]), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_text_written_over_ranks_is_that_of_one_process():
+    inputs = lesson14_open_task.draw(3, False)
+    words, seed = int(inputs["words"]), int(inputs["seed"])
+    for found in ranks(2)(lambda: lesson14_open_task.run(inputs)):
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.5)):
+            whole = lesson14_open_task.write_alone(inputs, inputs["prompt"], int(inputs["count"]), words, temperature, seed)
+            assert torch.equal(found[name], whole[:, inputs["prompt"].shape[1]:].T.flatten())
 
 
 @pytest.mark.slow

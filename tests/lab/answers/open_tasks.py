@@ -1099,6 +1099,99 @@ def survive(job):
     return 0 if step == job.last else 75
 '''
 
+NO_CACHE = '''
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from course.lab.exercises.lesson14_open_task import DEPTH, gumbel, rms
+
+class Writer:
+    """`write_alone` with sums over ranks: all tokens again for each new one, and all logits everywhere."""
+    def __init__(self, weights, most, words, temperature, seed, axis):
+        self.w, self.words, self.temperature, self.seed, self.axis, self.tokens = weights, words, temperature, seed, axis, None
+
+    def add(self, part):
+        dist.all_reduce(part, group=self.axis.group)
+        return part
+
+    def next(self, tokens):
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        w, (B, T), rows = self.w, self.tokens.shape, self.w["token"].shape[0]
+        table = torch.zeros(rows * self.axis.size, w["token"].shape[1], dtype=torch.float64)
+        table[self.axis.rank * rows:(self.axis.rank + 1) * rows] = w["token"]
+        x = self.add(table[self.tokens]) + w["pos"][:T]
+        for i in range(DEPTH):
+            q, k, v = torch.einsum("btD,shdD->sbhtd", rms(x, w[f"{i}.norm1"]), w[f"{i}.qkv"]).unbind()
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.add(y.transpose(1, 2).flatten(2) @ w[f"{i}.out"].T)
+            x = x + self.add(F.gelu(rms(x, w[f"{i}.norm2"]) @ w[f"{i}.up"].T) @ w[f"{i}.down"].T)
+        own = (rms(x, w["norm"]) @ w["token"].T)[:, -1].contiguous()
+        logits = [torch.empty_like(own) for _ in range(self.axis.size)]
+        dist.all_gather(logits, own, group=self.axis.group)
+        scores = torch.cat(logits, 1)[:, :self.words]
+        if self.temperature:
+            scores = scores / self.temperature + gumbel(self.seed, T, B, torch.arange(self.words))
+        return scores.argmax(1)
+'''
+
+GROWING_CACHE = '''
+import torch
+import torch.distributed as dist
+from torch.nn.functional import gelu
+from course.lab.exercises.lesson14_open_task import gumbel, rms
+
+class Writer:
+    """The cache is put together anew for each token; the choice by a maximum and a minimum."""
+    def __init__(self, weights, most, words, temperature, seed, axis):
+        self.w, self.words, self.t, self.seed, self.axis = weights, words, temperature, seed, axis
+        self.past = {}
+        self.length = 0
+
+    def over_ranks(self, x, op=dist.ReduceOp.SUM):
+        dist.all_reduce(x, op, group=self.axis.group)
+        return x
+
+    def next(self, tokens):
+        w, n = self.w, self.length
+        samples, new = tokens.shape
+        rows = w["token"].shape[0]
+        first = rows * self.axis.rank
+        x = torch.zeros(samples, new, w["norm"].numel(), dtype=torch.float64)
+        here = (tokens >= first) & (tokens < first + rows)
+        x[here] = w["token"][tokens[here] - first]
+        x = self.over_ranks(x) + w["pos"][n:n + new]
+        self.length += new
+        hidden = torch.ones(new, self.length, dtype=torch.bool).triu(n + 1)
+        i = 0
+        while f"{i}.qkv" in w:
+            q, *kv = torch.einsum("btD,shdD->sbhtd", rms(x, w[f"{i}.norm1"]), w[f"{i}.qkv"])
+            self.past[i] = [torch.cat(pair, 2) for pair in zip(self.past[i], kv)] if i in self.past else kv
+            k, v = self.past[i]
+            p = (q @ k.transpose(2, 3) / q.shape[3]**0.5).masked_fill(hidden, -torch.inf).softmax(3)
+            x = x + self.over_ranks((p @ v).transpose(1, 2).flatten(2) @ w[f"{i}.out"].T)
+            x = x + self.over_ranks(gelu(rms(x, w[f"{i}.norm2"]) @ w[f"{i}.up"].T) @ w[f"{i}.down"].T)
+            i += 1
+        scores = rms(x[:, -1], w["norm"]) @ w["token"].T
+        place = first + torch.arange(rows)
+        if self.t:
+            scores = scores / self.t + gumbel(self.seed, self.length, samples, place)
+        scores[:, place >= self.words] = -torch.inf
+        best, column = scores.max(1)
+        largest = self.over_ranks(best.clone(), dist.ReduceOp.MAX)
+        return self.over_ranks(torch.where(best == largest, place[column], 2**60), dist.ReduceOp.MIN)
+'''
+
+CACHE_OF_BLOCKS = GROWING_CACHE.replace('''        self.past = {}
+''', '''        self.past, self.most = {}, most
+''').replace('''            self.past[i] = [torch.cat(pair, 2) for pair in zip(self.past[i], kv)] if i in self.past else kv
+            k, v = self.past[i]
+''', '''            if i not in self.past:
+                self.past[i] = [torch.empty(*x.shape[:2], self.most, x.shape[3], dtype=x.dtype) for x in kv]
+            for old, fresh in zip(self.past[i], kv):
+                old.narrow(2, n, new).copy_(fresh)
+            k, v = (old.narrow(2, 0, self.length) for old in self.past[i])
+''').replace('The cache is put together anew for each token', 'A cache for each block')
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -1108,6 +1201,9 @@ SCORED = [
     ("survive", ONE_PLACE, ("correct", "few writes", "tidy"), ""),
     ("survive", EVERYTHING_STAYS, ("correct", "few writes", "few repeated"), "checkpoints pile up"),
     ("survive", TWO_PLACES, ("correct", "few writes", "few repeated", "tidy"), ""),
+    ("write-text", NO_CACHE, ("correct",), "only the largest entry matters"),
+    ("write-text", GROWING_CACHE, ("correct", "byte budget"), "are copied for each token"),
+    ("write-text", CACHE_OF_BLOCKS, ("correct", "byte budget", "memory budget"), ""),
     ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
     ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
     ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
@@ -1135,6 +1231,10 @@ SCORED = [
 ]
 
 WRONG = [
+    ("write-text", GROWING_CACHE.replace("triu(n + 1)", "triu(1)"), "mask begins at its place"),
+    ("write-text", CACHE_OF_BLOCKS.replace("2**60), dist.ReduceOp.MIN", "0), dist.ReduceOp.SUM").replace(
+        "        scores[:, place >= self.words] = -torch.inf\n", "").replace("best == largest", "best >= largest"),
+     "are padding"),
     ("survive", ONE_PLACE.replace("        if zlib", "        if True or zlib"), "read the error first"),
     ("survive", TWO_PLACES.replace("self.job.position)", "step)"), "take the case that is named"),
     ("convert-foreign", GUESSED_ONCE.replace("rtol=1e-6", "rtol=1, atol=10"), "take the case that is named"),
