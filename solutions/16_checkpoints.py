@@ -859,7 +859,7 @@ from course.lab.exercises.lesson16_open_task import logits  # noqa: F401
 from course.lab.instruments import foreign_model
 
 lab.show("course.lab.exercises.lesson16_open_task.logits")
-with foreign_model.ForeignModels([(7, 0, False)]) as models:
+with foreign_model.ForeignModels([(7, 0, False, 6)]) as models:
     foreign, run = models.checkpoint(0), models.runner(0)
     for name, file in foreign.index.items():
         if not re.search("[1-9]", name):             # block 0, and what is in no block

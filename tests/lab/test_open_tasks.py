@@ -116,7 +116,7 @@ def test_a_diagnosis_names_each_fault_in_three_steps():
 @pytest.mark.parametrize("which", range(4))
 def test_a_foreign_model_comes_back_from_its_files(which):
     """Its weights are found, and the library's own GPT gives its logits; the task's `logits` are those of this GPT."""
-    with foreign_model.ForeignModels([(which, which, which > 1)]) as models:
+    with foreign_model.ForeignModels([(which, which, which > 1, 2)]) as models:
         checkpoint, run, c = models.checkpoint(0), models.runner(0), models.config(0)
         weights = lesson16_open_task.convert_foreign(checkpoint, run, c)
         text = torch.randint(c.vocab, (c.context,), generator=torch.Generator().manual_seed(which))

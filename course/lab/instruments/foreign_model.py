@@ -1,6 +1,6 @@
 """A language model of a library that nobody has seen, for lesson 16's open task: its checkpoint, and a function that runs it.
 
-    with ForeignModels([(3, 0, False)]) as models:
+    with ForeignModels([(3, 0, False, 6)]) as models:
         checkpoint, run = models.checkpoint(0), models.runner(0)
         checkpoint.index                              # {name of a tensor: its file}
         checkpoint.read(file, name)
@@ -25,7 +25,7 @@ from course.models import build_model
 from course.models.gpt import GPTConfig
 
 LIMIT = 1000                                         # calls of one model
-Case = tuple[int, int, bool]                         # a seed; which of `LAYOUTS`, or any; whether it is one of the larger models
+Case = tuple[int, int, bool, int]                    # a seed; which of `LAYOUTS`, or any; whether it is larger; its depth
 Raw = tuple[bytearray, str, tuple[int, ...]]             # a tensor's bytes, format and shape, as they go through a pipe
 
 
@@ -43,14 +43,14 @@ class ForeignLayout:
     tied: bool                                       # the head is the embedding
 
 
-def draw_config(generator: torch.Generator, larger: bool) -> GPTConfig:
+def draw_config(generator: torch.Generator, larger: bool, depth: int) -> GPTConfig:
     """A small Llama whose sizes are all different."""
     def pick(*values: int) -> int:
         return values[int(torch.randint(len(values), (), generator=generator))]
 
     heads = pick(3, 4, 5) if larger else pick(2, 3)
     dim = heads * pick(8, 12)
-    return GPTConfig(vocab=pick(53, 59, 61), context=11, dim=dim, depth=pick(6, 7) if larger else 6, heads=heads,
+    return GPTConfig(vocab=pick(53, 59, 61), context=11, dim=dim, depth=depth, heads=heads,
                      mlp_width=2 * dim + pick(4, 6), mlp="swiglu", norm="rms", position="rotary", bias=False, tied=False)
 
 
@@ -69,10 +69,10 @@ def draw_layout(generator: torch.Generator, which: int) -> ForeignLayout:
     return ForeignLayout(order=order, **flags)
 
 
-def draw_case(seed: int, which: int, larger: bool) -> tuple[torch.Generator, GPTConfig, ForeignLayout]:
+def draw_case(seed: int, which: int, larger: bool, depth: int) -> tuple[torch.Generator, GPTConfig, ForeignLayout]:
     """What a model is, and how it is laid out; and the generator of its weights."""
     generator = random_inputs.generator(seed)
-    return generator, draw_config(generator, larger), draw_layout(generator, which)
+    return generator, draw_config(generator, larger, depth), draw_layout(generator, which)
 
 
 def in_words(layout: ForeignLayout) -> str:
@@ -131,8 +131,8 @@ def foreign_tensors(c: GPTConfig, ours: dict[str, Tensor], layout: ForeignLayout
 class ForeignModel:
     """A model of the other library, with the files of its checkpoint."""
 
-    def __init__(self, seed: int, which: int, larger: bool):
-        generator, self.config, layout = draw_case(seed, which, larger)
+    def __init__(self, *case: Any):
+        generator, self.config, layout = draw_case(*case)
         c, formats = self.config, (torch.bfloat16, torch.float16)
         kind = formats[int(torch.randint(2, (), generator=generator))]
         self.model = build_model(c).to_empty(device="cpu").double()
