@@ -200,7 +200,7 @@ def measure(of: str, name: str) -> Row:
 
 
 def main(of: str, file: Path) -> None:
-    """Measure a whole list, each configuration on as many GPUs as it needs, and write the rows."""
+    """Measure what a file lacks of a list, each configuration on as many GPUs as it needs, and add the rows."""
     gpus = gpu_pool.gpus_of("python -m experiments.heldout", False)
     todo = listed(of)
     by_name = {row["name"]: row for row in todo}
@@ -210,12 +210,17 @@ def main(of: str, file: Path) -> None:
                        "predicted_gb: "
                        "by the code that measured"}
     rows = gpu_pool.Rows(file, head, [row["name"] for row in todo], "name")
+    if file.exists():                                # an interrupted list goes on
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            if "ms" in row:
+                rows.add(row)
+    left = [row for row in todo if row["name"] not in {done["name"] for done in rows.rows}]
 
     def run(name: str, group: str) -> Row:
         program = ["-m", "experiments.heldout", "run", of, name]
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
-        row = {"name": name, **gpu_pool.start(program, group, timeout=240)}
+        row = {"name": name, "date": head["date"], **gpu_pool.start(program, group, timeout=240)}
         if "ms" in row:                              # predicted by the code that measured
             about = by_name[name]
             row |= {"predicted_ms": 1e3 * predicted(about, row["plain_step"]).step, "predicted_gb": predicted_gb(about)}
@@ -226,7 +231,7 @@ def main(of: str, file: Path) -> None:
     for size in AXES:
         groups = [",".join(gpus[i:i + size]) for i in range(0, len(gpus) - size + 1, size)]
         if groups:
-            gpu_pool.side_by_side([row["name"] for row in todo if row["gpus"] == size], run, groups, rows.add)
+            gpu_pool.side_by_side([row["name"] for row in left if row["gpus"] == size], run, groups, rows.add)
 
 
 if __name__ == "__main__":

@@ -562,8 +562,8 @@ for name, attend in (("library", layers.attend), ("textbook", textbook)):
     peaks[name] = history.peak / 1e6
 print({name: f"{peak:.0f} MB" for name, peak in peaks.items()})
 lab.picture(profile.memory(history.events, "a small GPT with a textbook's attention"),
-            "The line weights = scores.masked_fill of textbook holds most of the memory "
-            "at the peak")
+            "The line weights = scores.masked_fill of textbook holds most of the "
+            "memory at the peak")
 
 # %% [markdown]
 # > **Question.** You find out that a run's memory grows by 300 MB with each step. Where would you look in the picture?

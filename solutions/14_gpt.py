@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 3 hours |
 # | computing | 2 minutes on two cores, half of it in checks |
-# | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (10), a reader of token files (7 and 3) |
+# | you write | a loss in chunks (12 lines), a cut embedding (6) and its loss (10), a reader (7 and 3); optional: a writer (35) |
 # | you measure | bytes of logits, bytes sent for each token, a key-value cache; and you explain timings of 8 to 32 GPUs |
 #
 # You should have done [lesson 10](10_tensor_parallel.ipynb) and [lesson 13](13_memory.ipynb). Part of the grid uses pipelines,
@@ -1006,6 +1006,52 @@ check("one-document")
 index = read_index(data / "train.idx")
 everything = np.memmap(data / "train.bin", index.dtype, "r")
 print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
+
+# %% [markdown]
+# ## Open task: write over ranks
+#
+# *Optional, about 50 minutes. Nothing later needs it.* A model that is cut over ranks should also write. Each rank has its rows
+# of the vocabulary, its heads and its hidden units, and the cache of its own heads. Draw each token without bringing the logits
+# together. Ours has about 35 lines.
+#
+# This is what one process does. The model is small and has no biases. `gumbel` is a function of its place, as all randomness in
+# this course:
+
+# %%
+from course.lab.exercises.lesson14_open_task import DEPTH, gumbel, rms  # noqa: F401
+
+lab.show("course.lab.exercises.lesson14_open_task.write_alone")
+lab.show("course.lab.exercises.lesson14_open_task.gumbel")
+print(gumbel(7, 12, 2, torch.tensor([0, 1, 500])))
+print(gumbel(7, 12, 2, torch.tensor([500])), "is its last column")
+
+# %% [markdown]
+# **Contract**
+#
+# - `Writer(weights, most, words, temperature, seed, axis)` gets the weights of `write_alone` by the same names, but this rank's
+#   part: of `token` rows, of `qkv` and `out` heads, of `up` and `down` hidden units. The others are whole. `axis` has `size`,
+#   `rank`, `ranks` and `group`, as in lesson 10.
+# - `writer.next(tokens)` takes the next tokens of each text, (B, t): a prompt, a piece of a prompt, or one token. It returns the
+#   token that follows, (B,), the same on all ranks.
+# - These are the tokens of `write_alone`, on any number of ranks. A text has at most `most` tokens.
+# - Nothing needs gradients.
+#
+# **Levels.** Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the tokens, on two ranks and on four, and along one axis of two |
+# | byte budget | besides the sums over ranks of (B, t, D): at most 64 bytes from each rank for a token of a text |
+# | memory budget | for one token, no new tensor that is larger than (B, V / n), or grows; kept: the cache of this rank's heads |
+# | | for a prompt, no new tensor that is larger than this rank's scores, its cache, or (B, t, 3 D) |
+#
+# Start with correct. `lab.hint("write-text")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="write-text"
+from course.lab.exercises.lesson14_open_task import Writer  # noqa: F401
+
+# %%
+check("write-text")
 
 # %% [markdown]
 # ## Summary

@@ -360,8 +360,8 @@ print(f"real digits: scatter "
 with np.load(lab.trace("dit_digits_samples.npz")) as drawn_later:
     rows = {f"step {step}": drawn_later[step] / 127.5 - 1 for step in drawn_later}
 lab.picture(figures_dit.images(rows, range(10), "One sample of each class, guidance 2"),
-            "Four rows of the digits 0 to 9. Step 1000 is noise, step 2000 shows blurred "
-            "digits with noise, steps 3000 and 4000 clear ones")
+            "Four rows of the digits 0 to 9. Step 1000 is noise, step 2000 shows "
+            "blurred digits with noise, steps 3000 and 4000 clear ones")
 
 # %% [markdown]
 # <details><summary>Answer</summary>

@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | half a minute on two cores, half of it in checks |
-# | you write | what two boxes share (6 lines), a tensor from pieces (6), a save (8), a converter both ways (9) |
+# | you write | what boxes share (6 lines), a tensor from pieces (6), a save (8), a converter (9); optional: another (50) |
 # | you measure | equality, bit for bit, after each; memory while resharding; a loss curve in another library |
 #
 # Do [lesson 10](10_tensor_parallel.ipynb) (how tensor parallelism cuts heads) and [lesson 13](13_memory.ipynb) (ZeRO-1)
@@ -36,6 +36,7 @@ import json
 import math
 import os
 import random as dice
+import re
 import shutil
 import signal
 import subprocess
@@ -845,6 +846,65 @@ for name, mine in (("theirs", my_difference), ("theirs, our weights", my_convert
 # checkpoint, and start both from the same weights. A difference that remains is in the layers, and one forward pass finds
 # it.
 #
+# ## Open task: a model from an unknown library
+#
+# *Optional, about 60 minutes. Nothing later needs it.* You get a checkpoint of a library that nobody here knows, and a function
+# that runs the model. You cannot see the library's code, and the tensors' names say nothing. Convert it. Ours has 50 lines.
+#
+# The model is a small Llama, which our GPT can be: RMSNorm, SwiGLU, rotary positions, no biases. `c` is its configuration. This
+# is how our GPT computes its logits. It asks for each weight when it needs it:
+
+# %%
+from course.lab.exercises.lesson16_open_task import logits  # noqa: F401
+from course.lab.instruments import foreign_model
+
+lab.show("course.lab.exercises.lesson16_open_task.logits")
+with foreign_model.ForeignModels([(7, 0, False, 6)]) as models:
+    foreign, run = models.checkpoint(0), models.runner(0)
+    for name, file in foreign.index.items():
+        if not re.search("[1-9]", name):             # block 0, and what is in no block
+            print(f"{file}  {name:22} {foreign.shapes(file)[name]}")
+    print(models.config(0))
+    print(run(torch.tensor([3, 1, 4])).shape, foreign.read(file, name).dtype)
+
+# %% [markdown]
+# **Contract**
+#
+# - `convert_foreign(checkpoint, run, c)` returns a dict with the serial names of `build_model(c).state_dict()`. Each tensor has
+#   our shape and keeps the format that it has in the files. Our GPT then gives the model's logits.
+# - `checkpoint.index` says which file has a tensor. `checkpoint.shapes(file)` has the shapes in a file, and
+#   `checkpoint.read(file, name)` reads a tensor. A file may also hold tensors that an earlier save left behind.
+# - `run(tokens)` takes one text, (T,) int64, and returns the model's logits, (T, V) float64.
+# - A number in a name is the number of the block. A part has the same name in every block.
+#
+# The layout differs from model to model. Look before you convert:
+#
+# | what | how it may lie there |
+# |---|---|
+# | linear maps | all (out, in), or all (in, out), square ones and the head included |
+# | queries, keys, values | fused in any order, part by part or head by head; or three matrices |
+# | gates and values of the MLP | fused in any order, or two matrices |
+# | rotary positions | turn elements i and i + d/2 of a head, as ours do; or 2i and 2i + 1 |
+# | head | a matrix of its own, or the embedding |
+# | besides | buffers that our GPT does not have |
+#
+# **Levels.** The check has four models or more. Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | every model's logits, with at most 1000 calls of `run` each |
+# | one call | one call of `run` for each model |
+# | memory budget | fewer bytes of tensors at once than two copies of the checkpoint |
+#
+# Start with correct. `lab.hint("convert-foreign")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="convert-foreign"
+from course.lab.exercises.lesson16_open_task import convert_foreign  # noqa: F401
+
+# %%
+check("convert-foreign")
+
+# %% [markdown]
 # ## Summary
 #
 # - A checkpoint holds everything that changes from step to step. With the weights alone, the loss jumps.

@@ -25,7 +25,7 @@
 # | you need | a laptop; with Slurm installed (Debian, Ubuntu: `apt-get install slurm-wlm munge`) it starts two real nodes |
 # | reading and doing | about 90 minutes |
 # | computing | 2 minutes on two cores |
-# | you write | where ranks meet (5 lines), a batch script (27), a loop that loses nothing (12), how often to save (3) |
+# | you write | where ranks meet (5 lines), a batch script (27), a loop (12), how often to save (3); optional: all of a run (40) |
 # | you measure | steps lost to a preemption and to a lost node; your grader reads the report |
 #
 # Do [lesson 07](07_data_parallel.ipynb) (ranks), [lesson 16](16_checkpoints.ipynb) (checkpoints) and
@@ -767,6 +767,49 @@ print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "",
 # *Claimed* is what your files say. *Confirmed* is what Slurm says on a shared cluster: job 4711 was yours, ran on two nodes,
 # and was requeued once. The losses stay your claim, and the grader compares them number by number.
 #
+# ## Open task: a run that survives
+#
+# *Optional, about 50 minutes. Nothing later needs it.* In your loop, `load` and `save` were given, and each file was whole. Now
+# you write all of it: the file, how it gets onto the disk, which files stay, and what a new process makes of them. Ours has
+# about 40 lines.
+#
+# **Contract**
+#
+# - `survive(job)` trains up to step `job.last`. It returns 0 if that step is done, and 75 if SIGUSR1 came before. A new process
+#   calls it again, with a training at its start and the disk as it was left.
+# - `job.step(n)` does step n on the next samples, whose number differs from step to step. `job.position` counts the samples that
+#   were read.
+# - `job.state()` returns the weights and all other states, 4096 bytes. `job.restore(state, position)` takes them back.
+# - `job.disk` has `names()`, `read(path)`, `write(path, data)`, `flush(path)`, `rename(old, new)` and `remove(path)`. What is not
+#   flushed can be lost, as in [lesson 16](16_checkpoints.ipynb): bytes by a file's flush, names by a flush of their folder, `""`.
+#
+# What befalls it, each time in another run:
+#
+# | what | when |
+# |---|---|
+# | the process is killed, or the power fails | in a step, and at *each* operation of the disk |
+# | SIGUSR1, and the end 2 seconds later | in a step, while it saves or loads. A step takes 1 second, a write 0.4, a flush 0.2 |
+# | the newest file is damaged | it is cut off, or has another bit, when a new process starts |
+# | the disk is full once | `write` leaves half a file and raises an `OSError` |
+#
+# **Levels.** Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | in the end each step has the loss of an undisturbed run; the status |
+# | few writes | bytes written: at most 4 checkpoints more than one after every `job.every` steps |
+# | few repeated | steps done again: none after a signal; after a kill at most `job.every`, twice as many with a damaged file |
+# | tidy | at the end at most 2.5 states on the disk, in 4 files; at no time more than 3.5 |
+#
+# Start with correct. `lab.hint("survive")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="survive"
+from course.lab.exercises.lesson18_open_task import survive  # noqa: F401
+
+# %%
+check("survive")
+
+# %% [markdown]
 # ## Summary
 #
 # - A script runs once, and `srun` starts one rank per task, one task per GPU.

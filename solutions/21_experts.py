@@ -157,8 +157,8 @@ lab.beside("\ngain", my_gain, dense_loss - mixture_loss)
 # `course train gpt-moe-python` learns the source of Python's library. In the mean of three seeds its validation loss is
 # {result: python_loss["experts"]["500"] | .3f} after 500 steps, and {result: python_loss["experts"]["2000"] | .3f} after 2000.
 # A dense model with as many active parameters has {result: python_loss["dense"]["500"] | .3f} and
-# {result: python_loss["dense"]["2000"] | .3f}. The gain also grows with the number of experts: Switch Transformer reached the loss of a dense model in a seventh of the steps
-# ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 3.1).
+# {result: python_loss["dense"]["2000"] | .3f}. The gain also grows with the number of experts: Switch Transformer reached the
+# loss of a dense model in a seventh of the steps ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 3.1).
 #
 # ## Experts die
 #

@@ -23,6 +23,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Reads numbers, strings, lists and dicts. A pickle that asks for anything else could run a program: it is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Refuse every object that is no number, string, list or dict."""
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 

@@ -192,6 +192,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "recompute": "excess",
     "loss-in-chunks": "sparing passing light early kept",
     "read-index": "kind mapped refused",
+    "convert-foreign": "copies formats once",
     "adaln": "kept",
     "guidance": "passes precision",
     "dit-flops": "counted",
@@ -204,6 +205,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "pipeline-seconds": "kept",
     "rendezvous": "port own later",
     "go-on": "again late needless torn status",
+    "survive": "again left most status writes",
     "batch-script": "lint heard slept",
     "accumulate": "format whole_seen micro_seen micro_turns micro_free scaled_seen scaled_cast",
     "ring-all-reduce": "alone right one came sent intact thrifty kept",
@@ -230,6 +232,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "gradient-norm": "sent",
     "train-it": "memory again one time lost skill",
     "step-events": "ahead most gathers late reduces left",
+    "write-text": "grows kept prompt sent small",
     "vocabulary-embedding": "kept sent",
     "vocabulary-loss": "numbers kept",
     "copy": "loads stores programs tiles alone guards",
@@ -243,7 +246,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block"]  # which start processes, or compute long
+APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign"]    # processes, or long
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

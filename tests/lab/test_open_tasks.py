@@ -1,6 +1,8 @@
 """Open tasks: levels in verdicts, cards, gradebook and JUnit; hints that are opened one by one. test_answers.py runs answers."""
 
 import csv
+import errno
+import signal
 from dataclasses import replace
 from itertools import pairwise, permutations
 from xml.etree import ElementTree
@@ -19,12 +21,14 @@ from course.lab.exercises import (
     lesson09_open_task,
     lesson10_open_task,
     lesson11_open_task,
+    lesson14_open_task,
     lesson15_open_task,
+    lesson16_open_task,
 )
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import faulty_training, gpu_paths
-from course.models import layers
+from course.lab.instruments import faulty_training, foreign_model, gpu_paths, unkind_machine
+from course.models import build_model, layers
 from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
@@ -173,6 +177,58 @@ def test_graphs_train_as_eager_steps_do(device):
     assert all(found[name] == 1 for name in ("kept", "captured", "launches", "stall", "reads"))
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_a_foreign_model_comes_back_from_its_files(which):
+    """Its weights are found, and the library's own GPT gives its logits; the task's `logits` are those of this GPT."""
+    with foreign_model.ForeignModels([(which, which, which > 1, 2)]) as models:
+        checkpoint, run, c = models.checkpoint(0), models.runner(0), models.config(0)
+        weights = lesson16_open_task.convert_foreign(checkpoint, run, c)
+        text = torch.randint(c.vocab, (c.context,), generator=torch.Generator().manual_seed(which))
+        model = build_model(c).to_empty(device="cpu").double().eval()
+        model.load_state_dict({name: x.double() for name, x in weights.items()})
+        batch = {"tokens": torch.cat([text, text[:1]])[None], "sample": torch.zeros(1, dtype=torch.int64)}
+        expected = model(model.prepare(batch, torch.zeros((), dtype=torch.int64)))[0].detach()
+        assert models.calls(0) == 1
+        for found in (run(text), lesson16_open_task.logits(c, weights.__getitem__, text)):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        with pytest.raises(InvalidReturn, match="1 to 11 tokens"):
+            run(torch.zeros(12, dtype=torch.int64))
+        with pytest.raises(InvalidReturn, match="there is no tensor"):
+            checkpoint.read("model.safetensors", "a")
+
+
+def test_an_unkind_machine_does_what_the_task_says():
+    """A kill leaves half a file, a power cut what was flushed, a full disk an error; two seconds after a signal it ends."""
+    plan, seen = unkind_machine.Plan(1, 4, 2), []
+
+    def survive(job):
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("asked"))
+        seen.append({name: len(job.disk.read(name)) for name in job.disk.names()})
+        for number in range(1, 5):
+            job.step(number)
+            if len(seen) < 3:
+                try:
+                    job.disk.write("file", b"four")
+                except OSError as error:
+                    seen.append(error.errno)
+        return 0
+
+    def live(**fate):
+        seen.clear()
+        return unkind_machine.live(survive, unkind_machine.Fate(**fate), plan)
+
+    whole = live()
+    assert sorted(whole.losses) == [1, 2, 3, 4] and (whole.again, whole.wrong_status, whole.left, whole.most) == (0, 0, 4, 4)
+    killed = live(kill_save=2, operation=1)
+    assert killed.losses == whole.losses and killed.again == 2 and seen[1] == {"file": 2}
+    live(kill_save=2, operation=1, power="late")
+    assert seen[1] == {}
+    live(full=1)
+    assert errno.ENOSPC in seen
+    late = live(warn_step=2)                         # half a step, a write and a step; the next write takes too long
+    assert late.losses == whole.losses and late.again == 3 and "asked" in seen
+
+
 @pytest.mark.slow
 def test_the_parallel_block_is_the_librarys_serial_block():
     """The check compares answers with our own, so our own has to match one process."""
@@ -215,6 +271,16 @@ def test_data_parallel_gives_the_mean_of_the_ranks_gradients():
         expected += [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     for found in ranks(2)(lambda: lesson07_open_task.run(inputs)["gradients"]):
         torch.testing.assert_close(found, torch.cat([grad.flatten() for grad in expected]), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_text_written_over_ranks_is_that_of_one_process():
+    inputs = lesson14_open_task.draw(3, False)
+    words, seed = int(inputs["words"]), int(inputs["seed"])
+    for found in ranks(2)(lambda: lesson14_open_task.run(inputs)):
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.5)):
+            whole = lesson14_open_task.write_alone(inputs, inputs["prompt"], int(inputs["count"]), words, temperature, seed)
+            assert torch.equal(found[name], whole[:, inputs["prompt"].shape[1]:].T.flatten())
 
 
 @pytest.mark.slow

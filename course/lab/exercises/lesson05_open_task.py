@@ -88,7 +88,7 @@ class Work(Looks):
 
 
 def draw(seed: int, hidden: bool) -> Tensors:
-    """Calls with other numbers of samples and tokens, and steps before and after the warm-up; what stands in padding is NaN.
+    """Calls with other numbers of samples and tokens, and steps before and after the warm-up.
 
     In the first call no sample is as long as x; later ones have a sample of full length.
     """
@@ -101,16 +101,22 @@ def draw(seed: int, hidden: bool) -> Tensors:
         lengths = torch.randint(1, t, (b,), generator=generator)
         if call:
             lengths[-1] = t
-        x = 2 * random_inputs.normal(generator, b, t, DIM)
-        x[torch.arange(t) >= lengths[:, None]] = torch.nan
-        found |= {f"x{call}": x, f"lengths{call}": lengths, f"grad{call}": random_inputs.normal(generator, b, t, DIM)}
+        found |= {f"x{call}": 2 * random_inputs.normal(generator, b, t, DIM), f"lengths{call}": lengths,
+                  f"grad{call}": random_inputs.normal(generator, b, t, DIM)}
     return found | {name: random_inputs.normal(generator, *shape) * shape[-1]**-0.5 for name, shape in SHAPES.items()}
+
+
+def padded(inputs: Tensors, call: int) -> Tensor:
+    """x of a call in new memory, (B, T, D), NaN in its padding."""
+    x = inputs[f"x{call}"].clone()
+    x[torch.arange(x.shape[1]) >= inputs[f"lengths{call}"][:, None]] = torch.nan
+    return x
 
 
 def calls_of(inputs: Tensors) -> list[Arguments]:
     """The arguments of each call, with tensors of their own."""
     weights = {name: inputs[name].clone().requires_grad_() for name in SHAPES}
-    return [(inputs[f"x{call}"].clone().requires_grad_(), inputs[f"lengths{call}"].clone(), weights, step)
+    return [(padded(inputs, call).requires_grad_(), inputs[f"lengths{call}"].clone(), weights, step)
             for call, step in enumerate(inputs["steps"].tolist())]
 
 
@@ -140,7 +146,7 @@ def run(inputs: Tensors) -> Tensors:
     leaves = {"dx": [x for x, *_ in calls], "dweights": list(calls[0][2].values())}
     held = {
         "free": free, "quiet": not printed.getvalue(), "kept": all(
-            torch.equal(lengths, inputs[f"lengths{call}"]) and torch.equal(x.nan_to_num(9), inputs[f"x{call}"].nan_to_num(9))
+            torch.equal(lengths, inputs[f"lengths{call}"]) and torch.equal(x.nan_to_num(9), padded(inputs, call).nan_to_num(9))
             for call, (x, lengths, *_) in enumerate(calls)),
         "values": not any(work.values for work in works), "shapes": not any(work.shapes for work in works),
         "graph": graphs[:1] == [1], "again": 1 <= sum(graphs) <= 2,

@@ -100,6 +100,7 @@ class MemoryHistory(MemoryMeter):
         super().freed(name)
 
     def listed_free(self, name: int) -> None:
+        """List that a storage's bytes are free, if it has any."""
         if size := self.known[name]:
             self.events.append(("free", name, size, ""))
 

@@ -207,6 +207,10 @@ MISTAKES = {
         Mistake("a gradient written in place", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "whole = all_gather(grad, ctx.dim, ctx.axis, ctx.n)\n        grad.zero_()\n        return whole, None",
                 "scatter's backward writes into its gradient, which autograd may still need elsewhere"),
+        Mistake("gathered by rank 0 alone", "return all_gather(x, dim, axis, n)",
+                "return all_gather(x, dim, axis, n) if axis.rank == 0 else x",
+                "every rank needs the whole, and every rank has to call the collective: one that does not leaves the others "
+                "waiting", stops="RuntimeError"),
         Mistake("dim 1 for every dim", "reduce_scatter(grad, ctx.dim,", "reduce_scatter(grad, 1,",
                 "this always uses dim 1 and ignores `dim`: keep the dim in `ctx` and use it", stops="RuntimeError"),
         Mistake("dim and axis kept on the class", "ctx.", "Gather.",

@@ -1248,9 +1248,322 @@ MASKED_AFTER = BY_HAND.replace(" - 1e30 * padding[:, None, None].to(x.dtype)", "
     "p / p.sum(-1, keepdim=True)", "(p / p.sum(-1, keepdim=True)).masked_fill(padding[:, None, None], 0)")
 OTHER_GELU = FADED.replace("F.gelu(n @ weights[\"up\"].T)", "F.gelu(n @ weights[\"up\"].T, approximate=\"tanh\")")
 
+GUESSED_ALL = '''
+import re
+from itertools import permutations, product
+import torch
+from course.lab.exercises.lesson16_open_task import logits
+
+def convert_foreign(checkpoint, run, c):
+    """Everything in memory, and the model is asked again for every guess."""
+    D, H, V, h = c.dim, c.hidden, c.vocab, c.heads
+    theirs = {name: checkpoint.read(file, name) for name, file in checkpoint.index.items()}
+    shapes = {name: checkpoint.shapes(file)[name] for name, file in checkpoint.index.items()}
+    first = [name for name in shapes if ".0." in name]
+    outer = [name for name in shapes if not re.search("[0-9]", name)]
+    turned = sum(shapes[name] == (H, D) for name in first) == 1
+
+    def maps(out, into):
+        return [name for name in first if shapes[name] == ((into, out) if turned else (out, into))]
+
+    def read(name):
+        return theirs[name].T if turned else theirs[name]
+
+    squares, fused, gates, wide, (down,) = maps(D, D), maps(3 * D, D), maps(H, D), maps(2 * H, D), maps(D, H)
+    norms = [name for name in first if shapes[name] == (D,)]
+    tables = [name for name in outer if len(shapes[name]) == 2]
+    last, = [name for name in outer if shapes[name] == (D,)]
+    tokens = (torch.arange(c.context) ** 2 + 3) % V
+
+    def block(i, order, by_head, rotary, norm, gate):
+        def of(name):
+            return read(name.replace(".0.", f".{i}."))
+        if fused:
+            x = of(fused[0])
+            x = x.reshape(h, 3, D // h, D).transpose(0, 1) if by_head else x.reshape(3, h, D // h, D)
+            q, k, v = (x[j].reshape(D, D) for j in order)
+            out = of(squares[0])
+        else:
+            q, k, v, out = (of(squares[j]) for j in order)
+        if rotary:
+            q, k = (x.reshape(h, -1, 2, D).transpose(1, 2).reshape(D, D) for x in (q, k))
+        halves = of(wide[0]).split(H) if wide else [of(name) for name in gates]
+        weights = {"attn.qkv": torch.cat([q, k, v]), "attn.out": out, "mlp.down": of(down),
+                   "mlp.up": torch.cat([halves[gate], halves[1 - gate]])}
+        weights |= {f"norm{j + 1}": theirs[norms[j ^ norm].replace(".0.", f".{i}.")] for j in range(2)}
+        return {f"blocks.{i}.{name}.weight": x for name, x in weights.items()}
+
+    for *inner, table in product(permutations(range(3 if fused else 4)), *[(0, 1)] * 4, range(len(tables))):
+        embed, head = tables[table], tables[table - 1]
+        if turned and len(tables) > 1 and shapes[head] == (V, D):
+            continue
+        weights = exact = {}
+        for i in range(c.depth):
+            weights.update(block(i, *inner))
+        weights["embed.token.weight"] = theirs[embed]
+        weights["head.proj.weight"] = theirs[head].T if turned and head != embed else theirs[head]
+        weights["head.norm.weight"] = theirs[last]
+        exact = {name: x.double() for name, x in weights.items()}
+        if torch.allclose(logits(c, exact.get, tokens), run(tokens), rtol=1e-6):
+            return weights
+'''
+KNOWN = "    known = run(tokens)\n    for *inner"
+GUESSED_ONCE = GUESSED_ALL.replace("    for *inner", KNOWN).replace("run(tokens), rtol", "known, rtol")
+READ_AGAIN = GUESSED_ALL.replace("    theirs = {", "    theirs = Files(checkpoint)\n    {").replace(
+    "checkpoint.read(file, name) for", "0 for").replace(
+    "exact = {name: x.double() for name, x in weights.items()}", "exact = weights") + '''
+class Files:
+    """Reads a tensor whenever it is asked for."""
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+
+    def __getitem__(self, name):
+        return self.checkpoint.read(self.checkpoint.index[name], name)
+'''
+
+ONE_PLACE = '''
+import pickle
+import signal
+import zlib
+
+def survive(job):
+    """One file, which is written over."""
+    stop = []
+    signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
+    step = 0
+    if "checkpoint" in job.disk.names():
+        data = job.disk.read("checkpoint")
+        if zlib.crc32(data[4:]).to_bytes(4, "little") == data[:4]:
+            step, position, state = pickle.loads(data[4:])
+            job.restore(state, position)
+
+    def save():
+        data = pickle.dumps((step, job.position, job.state()))
+        try:
+            job.disk.write("checkpoint", zlib.crc32(data).to_bytes(4, "little") + data)
+        except OSError:
+            pass
+
+    while step < job.last and not stop:
+        step += 1
+        job.step(step)
+        if step % job.every == 0 or step == job.last:
+            save()
+    if step < job.last:
+        save()
+        return 75
+    return 0
+'''
+
+EVERYTHING_STAYS = '''
+import hashlib
+import json
+import signal
+
+def survive(job):
+    """A file and a description beside it for each checkpoint; nothing is ever removed."""
+    disk, asked = job.disk, set()
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.add(number))
+    done = 0
+    for name in disk.names():
+        if name.endswith(".json"):
+            try:
+                found = json.loads(disk.read(name))
+                state = disk.read(f"{found['step']}.bin")
+            except (ValueError, FileNotFoundError):
+                continue
+            if found["sum"] == hashlib.md5(state).hexdigest() and found["step"] > done:
+                done = found["step"]
+                job.restore(state, found["position"])
+    kept = done
+
+    def save():
+        nonlocal kept
+        state = job.state()
+        about = {"step": done, "position": job.position, "sum": hashlib.md5(state).hexdigest()}
+        try:
+            for name, data in ((f"{done}.bin", state), (f"{done}.json", json.dumps(about).encode())):
+                disk.write(name, data)
+                disk.flush(name)
+            disk.flush("")
+            kept = done
+        except OSError:
+            pass
+
+    while done < job.last:
+        if asked:
+            break
+        job.step(done + 1)
+        done += 1
+        if done >= kept + job.every:
+            save()
+    if kept != done:
+        save()
+    return 75 if done < job.last else 0
+'''
+
+TWO_PLACES = '''
+import signal
+import struct
+import zlib
+
+class Places:
+    """Two files, written in turn: while one is written, the other is whole. No name ever changes."""
+    def __init__(self, job):
+        self.job, self.disk, self.steps = job, job.disk, {"a": 0, "b": 0}
+        there = {}
+        for name in self.disk.names():
+            data = self.disk.read(name)
+            head, state = data[:20], data[20:]
+            if len(head) == 20:
+                check, step, position = struct.unpack(">Iqq", head)
+                if check == zlib.crc32(data[4:]):
+                    there[name] = step
+                    if step == max(there.values()):
+                        job.restore(state, position)
+        self.steps |= there
+
+    @property
+    def newest(self):
+        return max(self.steps.values())
+
+    def save(self, step):
+        name = min(self.steps, key=self.steps.get)
+        rest = struct.pack(">qq", step, self.job.position) + self.job.state()
+        self.steps[name] = 0
+        try:
+            self.disk.write(name, zlib.crc32(rest).to_bytes(4, "big") + rest)
+        except OSError as error:
+            return
+        self.disk.flush(name)
+        self.disk.flush("")
+        self.steps[name] = step
+
+def survive(job):
+    asked = False
+
+    def hear(number, frame):
+        nonlocal asked
+        asked = True
+
+    signal.signal(signal.SIGUSR1, hear)
+    places = Places(job)
+    step = places.newest
+    while step < job.last and not asked:
+        step += 1
+        job.step(step)
+        if step - places.newest >= job.every:
+            places.save(step)
+    if places.newest < step:
+        places.save(step)
+    return 0 if step == job.last else 75
+'''
+
+NO_CACHE = '''
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from course.lab.exercises.lesson14_open_task import DEPTH, gumbel, rms
+
+class Writer:
+    """`write_alone` with sums over ranks: all tokens again for each new one, and all logits everywhere."""
+    def __init__(self, weights, most, words, temperature, seed, axis):
+        self.w, self.words, self.temperature, self.seed, self.axis, self.tokens = weights, words, temperature, seed, axis, None
+
+    def add(self, part):
+        dist.all_reduce(part, group=self.axis.group)
+        return part
+
+    def next(self, tokens):
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        w, (B, T), rows = self.w, self.tokens.shape, self.w["token"].shape[0]
+        table = torch.zeros(rows * self.axis.size, w["token"].shape[1], dtype=torch.float64)
+        table[self.axis.rank * rows:(self.axis.rank + 1) * rows] = w["token"]
+        x = self.add(table[self.tokens]) + w["pos"][:T]
+        for i in range(DEPTH):
+            q, k, v = torch.einsum("btD,shdD->sbhtd", rms(x, w[f"{i}.norm1"]), w[f"{i}.qkv"]).unbind()
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.add(y.transpose(1, 2).flatten(2) @ w[f"{i}.out"].T)
+            x = x + self.add(F.gelu(rms(x, w[f"{i}.norm2"]) @ w[f"{i}.up"].T) @ w[f"{i}.down"].T)
+        own = (rms(x, w["norm"]) @ w["token"].T)[:, -1].contiguous()
+        logits = [torch.empty_like(own) for _ in range(self.axis.size)]
+        dist.all_gather(logits, own, group=self.axis.group)
+        scores = torch.cat(logits, 1)[:, :self.words]
+        if self.temperature:
+            scores = scores / self.temperature + gumbel(self.seed, T, B, torch.arange(self.words))
+        return scores.argmax(1)
+'''
+
+GROWING_CACHE = '''
+import torch
+import torch.distributed as dist
+from torch.nn.functional import gelu
+from course.lab.exercises.lesson14_open_task import gumbel, rms
+
+class Writer:
+    """The cache is put together anew for each token; the choice by a maximum and a minimum."""
+    def __init__(self, weights, most, words, temperature, seed, axis):
+        self.w, self.words, self.t, self.seed, self.axis = weights, words, temperature, seed, axis
+        self.past = {}
+        self.length = 0
+
+    def over_ranks(self, x, op=dist.ReduceOp.SUM):
+        dist.all_reduce(x, op, group=self.axis.group)
+        return x
+
+    def next(self, tokens):
+        w, n = self.w, self.length
+        samples, new = tokens.shape
+        rows = w["token"].shape[0]
+        first = rows * self.axis.rank
+        x = torch.zeros(samples, new, w["norm"].numel(), dtype=torch.float64)
+        here = (tokens >= first) & (tokens < first + rows)
+        x[here] = w["token"][tokens[here] - first]
+        x = self.over_ranks(x) + w["pos"][n:n + new]
+        self.length += new
+        hidden = torch.ones(new, self.length, dtype=torch.bool).triu(n + 1)
+        i = 0
+        while f"{i}.qkv" in w:
+            q, *kv = torch.einsum("btD,shdD->sbhtd", rms(x, w[f"{i}.norm1"]), w[f"{i}.qkv"])
+            self.past[i] = [torch.cat(pair, 2) for pair in zip(self.past[i], kv)] if i in self.past else kv
+            k, v = self.past[i]
+            p = (q @ k.transpose(2, 3) / q.shape[3]**0.5).masked_fill(hidden, -torch.inf).softmax(3)
+            x = x + self.over_ranks((p @ v).transpose(1, 2).flatten(2) @ w[f"{i}.out"].T)
+            x = x + self.over_ranks(gelu(rms(x, w[f"{i}.norm2"]) @ w[f"{i}.up"].T) @ w[f"{i}.down"].T)
+            i += 1
+        scores = rms(x[:, -1], w["norm"]) @ w["token"].T
+        place = first + torch.arange(rows)
+        if self.t:
+            scores = scores / self.t + gumbel(self.seed, self.length, samples, place)
+        scores[:, place >= self.words] = -torch.inf
+        best, column = scores.max(1)
+        largest = self.over_ranks(best.clone(), dist.ReduceOp.MAX)
+        return self.over_ranks(torch.where(best == largest, place[column], 2**60), dist.ReduceOp.MIN)
+'''
+
+CACHE_OF_BLOCKS = GROWING_CACHE.replace('''        self.past = {}
+''', '''        self.past, self.most = {}, most
+''').replace('''            self.past[i] = [torch.cat(pair, 2) for pair in zip(self.past[i], kv)] if i in self.past else kv
+            k, v = self.past[i]
+''', '''            if i not in self.past:
+                self.past[i] = [torch.empty(*x.shape[:2], self.most, x.shape[3], dtype=x.dtype) for x in kv]
+            for old, fresh in zip(self.past[i], kv):
+                old.narrow(2, n, new).copy_(fresh)
+            k, v = (old.narrow(2, 0, self.length) for old in self.past[i])
+''').replace('The cache is put together anew for each token', 'A cache for each block')
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
+    ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
+    ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
+    ("survive", ONE_PLACE, ("correct", "few writes", "tidy"), ""),
+    ("survive", EVERYTHING_STAYS, ("correct", "few writes", "few repeated"), "checkpoints pile up"),
+    ("survive", TWO_PLACES, ("correct", "few writes", "few repeated", "tidy"), ""),
+    ("write-text", NO_CACHE, ("correct",), "only the largest entry matters"),
+    ("write-text", GROWING_CACHE, ("correct", "byte budget"), "are copied for each token"),
+    ("write-text", CACHE_OF_BLOCKS, ("correct", "byte budget", "memory budget"), ""),
     ("data-parallel", AFTERWARDS, ("correct", "byte budget"), "a second copy of all gradients"),
     ("data-parallel", ONE_BY_ONE, ("correct", "memory budget", "overlapped"), "pays the latency"),
     ("data-parallel", IN_PLACE, ("correct", "byte budget", "memory budget", "overlapped"), ""),
@@ -1296,6 +1609,16 @@ WRONG = [
     ("graph-trainer", HALF_PRECISION, ""),
     ("place-ranks", ISLANDS, "take the case that is named"),
     ("place-ranks", AS_GRID, "the GPU of rank 0, of rank 1"),
+    ("write-text", GROWING_CACHE.replace("triu(n + 1)", "triu(1)"), "mask begins at its place"),
+    ("write-text", CACHE_OF_BLOCKS.replace("2**60), dist.ReduceOp.MIN", "0), dist.ReduceOp.SUM").replace(
+        "        scores[:, place >= self.words] = -torch.inf\n", "").replace("best == largest", "best >= largest"),
+     "are padding"),
+    ("survive", ONE_PLACE.replace("        if zlib", "        if True or zlib"), "read the error first"),
+    ("survive", TWO_PLACES.replace("self.job.position)", "step)"), "take the case that is named"),
+    ("convert-foreign", GUESSED_ONCE.replace("rtol=1e-6", "rtol=1, atol=10"), "take the case that is named"),
+    ("convert-foreign", GUESSED_ONCE.replace("for name, file in checkpoint.index.items()}\n    shapes",
+                                             "for file in checkpoint._files for name in checkpoint.shapes(file)}\n    shapes"),
+     "did you forget it"),
     ("loader", AS_COMPLETED, ""),
     ("loader", NOT_A_GENERATOR, "`yield` the samples"),
     ("plan-layout", RULE_OF_THUMB, "take the case that is named"),
