@@ -36,7 +36,6 @@ FILES = {"read by the training process": ("data.loader=native", "data.workers=0"
          "threads": ("data.loader=threads", "data.workers=12"), "dali": ("data.loader=dali", "data.workers=12")}
 DATA_PARALLEL = ("data.source=mock", "model.vocab=8192", "train.global_batch=16", "train.micro_batch=0", "compile=true",
                  "parallel.dp=2")
-TOGETHER = {"data parallel": DATA_PARALLEL, "data parallel, one bucket at the end": (*DATA_PARALLEL, "parallel.data=naive")}
 GPT = ("data.source=mock", "train.global_batch=8", "train.micro_batch=0")
 SETTLE, KEPT_FRAMES, LONGEST_NAME = 3, 6, 80
 CALLS = ("Launch", "Memcpy", "Synchronize")
@@ -59,8 +58,10 @@ def main(folder: Path, names: list[str]) -> None:
     """Record what this number of processes can, or what is named of it."""
     world = join("auto")
     small = world.device.type == "cpu"
-    about: dict[str, Any] = {**timing.machine(world.device), "command": "python -m experiments.recorded_traces FOLDER",
-                             "meaning": "milliseconds of a step's parts; peak GB of a step", "accounts": {}, "memory_gb": {}}
+    file = folder / "about.json"
+    about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {
+        **timing.machine(world.device), "command": "python -m experiments.recorded_traces FOLDER",
+        "meaning": "milliseconds of a step's parts; peak GB of a step", "accounts": {}, "memory_gb": {}}
     cases: dict[str, Config] = {}
     if world.size == 1:
         for name, settings in FILES.items():
@@ -69,9 +70,8 @@ def main(folder: Path, names: list[str]) -> None:
             if not small and (name in names or not names):
                 about["memory_gb"][name] = snapshot(folder / f"memory_{name}.pickle.gz", patch, world)
     else:
-        of = "gpt-demo" if small else "gpt-350m"
-        cases = {name: configuration.load(of, settings if not small else [*settings[:1], "parallel.dp=2"])
-                 for name, settings in TOGETHER.items()}
+        cases["data parallel"] = configuration.load("gpt-350m", DATA_PARALLEL) if not small else configuration.load(
+            "gpt-demo", ["parallel.dp=2"])
     for name, config in cases.items():
         if names and name not in names:
             continue
@@ -79,11 +79,11 @@ def main(folder: Path, names: list[str]) -> None:
             events = trace_breakdown.read(trace_of(config, runs))
         about["accounts"][name] = trace_breakdown.account(events).time
         if world.rank == 0:
-            save_trace(folder / f"{name.replace(' ', '_').replace(',', '')}.json.gz", events)
+            save_trace(folder / f"{name.replace(' ', '_')}.json.gz", events)
         print(name, {key: round(ms, 2) for key, ms in about["accounts"][name].items() if ms}, flush=True)
         torch._dynamo.reset()
     if world.rank == 0:
-        write_json(folder / f"about_{world.size}.json", about)
+        write_json(file, about)
     leave()
 
 
@@ -95,15 +95,14 @@ def trace_of(config: Config, folder: str) -> Path:
 
 def save_trace(file: Path, events: list[trace_breakdown.Event]) -> None:
     """Write the last step of a trace: its parts, what the GPU ran, and the calls that launched it."""
-    parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
+    parts = trace_breakdown.parts_of(events)
     begin = max(event["ts"] for event in parts if event["name"] == PARTS[0])
     kept = [event for event in events if event.get("ph") == "M"]
-    for event in events:
-        category = event.get("cat", "")
-        launched = category in ("cuda_runtime", "cuda_driver") and any(word in event["name"] for word in CALLS)
-        phase = event["name"].startswith(trace_breakdown.BACKWARD)       # tells backward from forward
-        of_step = event in parts or category in trace_breakdown.ON_DEVICE or launched or phase
-        if of_step and event.get("ph") == "X" and event["ts"] + event["dur"] >= begin:
+    others = [event for event in events if event.get("cat") in trace_breakdown.ON_DEVICE
+              or (event.get("cat") in ("cuda_runtime", "cuda_driver") and any(word in event["name"] for word in CALLS))
+              or event["name"].startswith(trace_breakdown.BACKWARD)]     # these tell backward from forward
+    for event in parts + others:
+        if event.get("ph") == "X" and event["ts"] + event["dur"] >= begin:
             args = {key: value for key, value in event.get("args", {}).items() if key in ARGUMENTS}
             kept.append({**event, "name": event["name"][:LONGEST_NAME], "ts": round(event["ts"] - begin, 3), "args": args})
     with atomic(file) as temporary, gzip.open(temporary, "wt") as out:
@@ -125,25 +124,24 @@ def snapshot(file: Path, patch: Callable[[], AbstractContextManager[Any]], world
         timing.wait(world.device)
         recorded = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-    traces = [[{**event, "frames": [frame for frame in event["frames"] if in_course(frame)][:KEPT_FRAMES]} for event in trace]
-              for trace in recorded["device_traces"]]
-    for trace in traces:
-        for event in trace:
-            for frame in event["frames"]:
-                frame["filename"] = "/".join(Path(frame["filename"]).parts[-3:])
-    kept = {"device_traces": traces, "segments": [{**each, "frames": []} for each in recorded["segments"]]}
-    for segment in kept["segments"]:
-        for block in segment["blocks"]:
-            block["frames"] = []
+    kept = {"device_traces": [[{**event, "frames": frames_of(event)} for event in trace] for trace in recorded["device_traces"]],
+            "segments": [{**segment, "frames": [], "blocks": [{**block, "frames": []} for block in segment["blocks"]]}
+                         for segment in recorded["segments"]]}
     with atomic(file) as temporary, gzip.open(temporary, "wb") as out:
         pickle.dump(kept, out)
     print(memory_snapshot.text(memory_snapshot.read(file)), flush=True)
     return memory_gb(world.device)
 
 
-def in_course(frame: dict[str, Any]) -> bool:
-    """Whether a frame is of this repository."""
-    return any(part in ("course", "experiments") for part in Path(frame["filename"]).parts[:-1])
+def frames_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The innermost frames of this repository, their files named from its root on."""
+    found = []
+    for frame in event["frames"]:
+        parts = Path(frame["filename"]).parts
+        roots = [place for place, part in enumerate(parts[:-1]) if part in ("course", "experiments")]
+        if roots:
+            found.append({**frame, "filename": "/".join(parts[roots[-1]:])})
+    return found[:KEPT_FRAMES]
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def kernels() -> bool:
 
 
 def trace(name: str) -> Path:
-    """The file of a recorded trace (.json.gz) or memory snapshot (.pickle.gz), which Perfetto and `course profile` read."""
+    """A recorded file: a trace (.json.gz) or memory snapshot (.pickle.gz), which `course profile` reads, or samples (.npz)."""
     return RESULTS / "traces" / name
 
 

@@ -79,10 +79,15 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in small for word in words)), "other")
 
 
+def parts_of(events: Iterable[Event]) -> list[Event]:
+    """The named parts of steps among a trace's events."""
+    return [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
+
+
 def account(events: list[Event]) -> Account:
     """The account of a trace. Raises `CourseError` if it has no steps, as `course train` and `course profile` record them."""
     events = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
-    parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PARTS]
+    parts = parts_of(events)
     steps = sum(event["name"] == "optimizer" for event in parts)
     if not steps:
         raise CourseError("this trace holds no whole step: record one with `course profile PRESET` or profile.steps=3")

@@ -74,11 +74,14 @@ def convert_foreign(checkpoint: Checkpoint, run: Callable[[Tensor], Tensor], c: 
     def third(j: int, by_head: bool, x: Tensor) -> Tensor:              # (3D, D) -> (D, D)
         return x.unflatten(0, (c.heads, 3, -1) if by_head else (3, c.heads, -1)).select(1 if by_head else 0, j).flatten(0, 1)
 
+    def half(j: int, x: Tensor) -> Tensor:                              # (2H, D) -> (H, D)
+        return x.chunk(2)[j]
+
     squares = linears(D, D)
     attentions = list(permutations(squares)) if len(squares) == 4 else [       # q, k, v, out
         (*qkv, squares[0]) for by_head in (False, True)
         for qkv in permutations(linears(3 * D, D, partial(third, j, by_head))[0] for j in range(3))]
-    halves = linears(H, D) or [linears(2 * H, D, lambda x, j=j: x.chunk(2)[j])[0] for j in range(2)]    # type: ignore[misc]
+    halves = linears(H, D) or [linears(2 * H, D, partial(half, j))[0] for j in range(2)]
     down, = linears(D, H)
     final, = parts_of(D, inside=False)
     tables: list[Matrix] = [partial(read, part) for part in parts_of(V, D, inside=False)]

@@ -18,7 +18,7 @@ MOST_NAMED = 0.04                                    # share of the width: short
 
 def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
     """The last step of a trace as [row, name, kind, begin, end], in microseconds since its start; rows are `LANES`."""
-    parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in trace_breakdown.PARTS]
+    parts = trace_breakdown.parts_of(events)
     steps = sorted(event["ts"] for event in parts if event["name"] == trace_breakdown.PARTS[0])
     begin, end = steps[-1], max(event["ts"] + event["dur"] for event in parts)
     gpu = any(event.get("cat") == "kernel" for event in events)

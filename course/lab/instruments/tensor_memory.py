@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from course.training.memory_snapshot import Event
 
-INSIDE = (str(Path(torch.__file__).parent), contextlib.__file__)
+INSIDE = (str(Path(torch.__file__).parent), contextlib.__file__)         # contextlib calls what `torch.no_grad()` decorates
 
 
 class MemoryMeter(TorchDispatchMode):

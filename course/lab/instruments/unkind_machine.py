@@ -75,6 +75,10 @@ class QuietDisk(Disk):
     def _note(self) -> None:
         pass
 
+    def held(self) -> dict[str, bytes]:
+        """The bytes of each file as a program sees them, empty folders left out."""
+        return {path: data for path, data in self.files().items() if not path.endswith("/")}
+
     def after_crash(self, kind: str) -> dict[str, bytes]:
         """The files after a power cut."""
         return {path: file.data if file.flushed else file.data[:len(file.data) // 2] for path, file in list_files(self.root, kind)
@@ -102,7 +106,7 @@ class MachineDisk:
     def names(self) -> list[str]:
         """The paths of all files."""
         self._job.look()
-        return sorted(path for path in self._inner.files() if not path.endswith("/"))
+        return sorted(self._inner.held())
 
     def read(self, path: str) -> bytes:
         """The bytes of a file. Raises FileNotFoundError."""
@@ -262,8 +266,7 @@ def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
         done = all(number in outcome.losses for number in range(1, plan.last + 1))
         if job._dead:
             power = fate.power if life == 0 else ""
-            disk = filled(disk.after_crash(power) if power else {path: data for path, data in disk.files().items()
-                                                                 if not path.endswith("/")})
+            disk = filled(disk.after_crash(power) if power else disk.held())
         elif type(status) is not int:
             raise InvalidReturn(f"`survive` returned {describe_value(status)}; 0 or {GO_ON} is wanted",
                                 choose_cure(status, f"return 0 if step `last` is done, else {GO_ON}"))
@@ -275,6 +278,6 @@ def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
             disk = filled(damaged(disk.files(), fate.damage))
     else:
         outcome.wrong_status += 1
-    files = {path: data for path, data in disk.files().items() if not path.endswith("/")}
+    files = disk.held()
     outcome.left, outcome.files = sum(map(len, files.values())), len(files)
     return outcome
