@@ -195,8 +195,9 @@ def measure(of: str, name: str) -> Row:
         if world.size > 1:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         steady, first = peak.tolist()
-        rank = world.rank
-    return {"ms": 1e3 * seconds["step"], "plain_step": seconds["plain"], "memory_gb": steady, "first_gb": first, "rank": rank}
+        rank, held = world.rank, timing.device_memory(world.device)
+    return {"ms": 1e3 * seconds["step"], "plain_step": seconds["plain"], "memory_gb": steady, "first_gb": first, **held,
+            "rank": rank}
 
 
 def main(of: str, file: Path) -> None:

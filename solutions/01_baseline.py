@@ -41,6 +41,9 @@ h200_samples = results.value("vit_h200", reader, "samples_per_s")
 h200_mfu = results.value("vit_h200", reader, "mfu")
 gain_8_workers = results.value("vit_h200", "tf32, 8 loader processes", "samples_per_s") / h200_samples - 1
 demo = results.load("demo_cpu")["scores"]
+long = results.load("vit_base_h200")["runs"]
+of_state, of_change = (long[way]["u10_rmse"]["model"][0] for way in ("state", "change"))
+of_persistence = long["state"]["u10_rmse"]["persistence"][0]
 
 # %%
 import time
@@ -622,6 +625,52 @@ slider = widgets.explore(forecast_at, hours=[6, 12, 18, 24, 30, 36, 42, 48],
 # At the edges: a storm forecast slightly too far east is a large error where the wind changes quickly.
 # </details>
 #
+# ## The same at full size
+#
+# On an H200, `vit-base` trained for six minutes on three years of 360 x 720 points: 24 million parameters, 3,500 steps of
+# 16 samples. It was trained twice. One model forecasts the next state, as the reference model does; the other forecasts
+# the change in six hours, as yours does.
+#
+# > **Predict.** How many times larger is the first one's error after six hours? After how many days is climatology better?
+
+# %%
+my_times, my_days = 1.0, 5.0     # your predictions
+
+# %%
+recorded = lab.results("vit_base_h200")
+days = [hours / 24 for hours in recorded["hours"]]
+runs = recorded["runs"]
+errors = {"forecasts the state": runs["state"]["u10_rmse"]["model"],
+          "forecasts the change": runs["change"]["u10_rmse"]["model"],
+          "persistence": runs["state"]["u10_rmse"]["persistence"],
+          "climatology": runs["state"]["u10_rmse"]["climatology"]}
+crossing = next(day for day, ours, theirs in zip(
+    days, errors["forecasts the change"], errors["climatology"], strict=True) if ours > theirs)
+lab.beside("error of the state's model / the change's, after 6 hours", my_times,
+           errors["forecasts the state"][0] / errors["forecasts the change"][0], "times")
+lab.beside("climatology is better than the change's model after", my_days, crossing, "days")
+skill = style.curves({name: (days, values) for name, values in errors.items()},
+                     "days ahead", "RMSE of u10 (m/s)", "Two models of 24 million parameters")
+lab.picture(skill, "Errors grow with lead time: the model that forecasts the change stays "
+            "below the one that forecasts the state; both end above climatology")
+
+# %% [markdown]
+# **What you should see:** after six hours the errors are {result: of_state | .2f} and {result: of_change | .2f} m/s, and
+# persistence's is {result: of_persistence | .1f} m/s. From the third day on, climatology is better than both models.
+#
+# > **Question.** A forecast cannot be worse than guessing the mean, yet these are. Why?
+#
+# <details><summary>Answer</summary>
+# They learned single steps from true states. From the second step on they read their own errors, which they never saw
+# in training. Nothing tells them to return to the mean when they know nothing.
+# </details>
+#
+# TensorBoard shows both runs' curves.
+
+# %%
+address = lab.tensorboard(lab.recording("tensorboard/vit-base"))
+
+# %% [markdown]
 # ## Summary
 #
 # - A model has to beat persistence, and yours does.

@@ -418,7 +418,7 @@ lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / leng
 # it reaches the GPU. The row *other streams* is work that the GPU does beside its main stream.
 
 # %%
-steps = {letter: profile.last_step(trace_breakdown.read(lab.trace(file)))
+steps = {letter: profile.last_step(trace_breakdown.read(lab.recording(f"traces/{file}")))
          for letter, file in (("A", "dali.json.gz"),
                               ("B", "read_by_the_training_process.json.gz"),
                               ("C", "threads.json.gz"))}
@@ -452,7 +452,7 @@ my_cause = "the other GPU"       # or "its data", or "its host"
 
 # %%
 parallel_step = profile.last_step(trace_breakdown.read(
-    lab.trace("data_parallel.json.gz")))
+    lab.recording("traces/data_parallel.json.gz")))
 lab.picture(profile.timeline([row for row in parallel_step if row[0] != "launches"],
                              "backward pass of GPT 350M on one of two H200s",
                              until=46_000, since=40_000),
@@ -468,8 +468,8 @@ print("you said:", my_cause)
 # would gain nothing here. A CUDA graph (lesson 06), which launches everything at once, would.
 # </details>
 #
-# Open one of these files in [perfetto.dev](https://ui.perfetto.dev), and find the same gaps. `lab.trace("dali.json.gz")`
-# is its path.
+# Open one of these files in [perfetto.dev](https://ui.perfetto.dev), and find the same gaps.
+# `lab.recording("traces/dali.json.gz")` is its path.
 #
 # ## What holds the memory
 #
@@ -484,7 +484,7 @@ print("you said:", my_cause)
 # The first picture is a step of GPT 124M on an H200. In the second, someone wrote attention as a textbook does.
 
 # %%
-snapshots = {name: memory_snapshot.read(lab.trace(f"memory_{name}.pickle.gz"))
+snapshots = {name: memory_snapshot.read(lab.recording(f"traces/memory_{name}.pickle.gz"))
              for name in ("library", "changed")}
 lab.picture(profile.memory(snapshots["library"], "GPT 124M, 8 samples, on an H200"),
             "Memory rises during the forward pass and falls during the backward pass; "

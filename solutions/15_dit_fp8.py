@@ -85,6 +85,9 @@ lowest_clock = min(row["clock_mhz"] for file in ("power_h200", "gelu_h200", "dit
                    for row in load(file)["rows"]
                    if row["configuration"].startswith("256 px: bf16") and "clock_mhz" in row)
 power_limit = recorded_value("power_h200", f"256 px: bf16, {TRITON}", "power_limit_w")
+joules_plain, joules_bf16, joules_fp8 = (
+    recorded_value("gpt_h200", f"1.3B: {how}", "joules_per_sample")
+    for how in (f"bf16, {PLAIN}", f"bf16, {TRITON}", f"fp8, {TRITON}"))
 
 # %%
 from pathlib import Path
@@ -357,7 +360,7 @@ print(f"real digits: scatter "
 # > fallen to a twentieth?
 
 # %%
-with np.load(lab.trace("dit_digits_samples.npz")) as drawn_later:
+with np.load(lab.recording("traces/dit_digits_samples.npz")) as drawn_later:
     rows = {f"step {step}": drawn_later[step] / 127.5 - 1 for step in drawn_later}
 lab.picture(figures_dit.images(rows, range(10), "One sample of each class, guidance 2"),
             "Four rows of the digits 0 to 9. Step 1000 is noise, step 2000 shows "
@@ -995,3 +998,7 @@ lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"],
 # The peak of 989 TFLOP/s belongs to a clock of 1830 MHz. In these bf16 steps the board reached its limit of
 # {result: power_limit | .0f} W, and the clock fell to {result: lowest_clock | .0f} MHz. At this limit, time is energy
 # divided by power: a kernel that keeps the multiprocessors busier also draws more power.
+#
+# So count energy: the board has a counter. A sample of GPT 1.3B takes {result: joules_plain | .1f} J with the compiler's
+# kernels, {result: joules_bf16 | .1f} J with Triton kernels, which move fewer bytes, and {result: joules_fp8 | .1f} J in
+# FP8.

@@ -57,7 +57,8 @@ def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
             "meaning": f"{TOYS}; without it " * small + BENCHMARKS[kind].meaning
             + "; first_s: from the start of the process to the "
                        "end of its first step, with nothing in the compiler's cache, again_s with it; first_gb: the first step's "
-                       "peak, memory_gb: of later; clock_mhz, power_w: meanwhile, as the driver says; "
+                       "peak, memory_gb: of later; used_gb: what the GPU holds in all, reserved_gb: what PyTorch holds of it; "
+                       "clock_mhz, power_w: meanwhile, as the driver says; "
                        "joules_per_sample: by its counter, over the timed steps"}
     rows = gpu_pool.Rows(out, head, chosen, "configuration")
 
@@ -118,10 +119,11 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
             if only_first:
                 return {"first_s": first}
             ms, driver = timed(step, batches, world.device, small, config.train.global_batch)
+            held = timing.device_memory(world.device)
             kernels = kernels_of(step, next(batches), world.device)
     peak = flops.peak_tflops(world.device, config.precision)
     rate = speed(config, ms)
-    return {**rate, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb,
+    return {**rate, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb, **held,
             "first_s": first, "kernels": kernels, **driver,
             "mfu": flops.step(config.model, 1) * rate["samples_per_s"] / 1e12 / peak if peak else None, "preset": chosen.preset,
             "settings": [*chosen.settings]}

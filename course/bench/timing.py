@@ -50,6 +50,17 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def device_memory(device: torch.device) -> dict[str, float]:
+    """GB that a GPU holds now: `used_gb` by all, `reserved_gb` by this process's PyTorch, used or not; {} on a CPU.
+
+    The rest is the CUDA context, compiled code, and what libraries such as NCCL hold.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"used_gb": (total - free) / 1e9, "reserved_gb": torch.cuda.memory_reserved(device) / 1e9}
+
+
 def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of (m, k) @ (k, n) in `dtype`, into preallocated memory."""
     a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))

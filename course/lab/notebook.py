@@ -245,9 +245,10 @@ def kernels() -> bool:
     return triton_language.INSTALLED
 
 
-def trace(name: str) -> Path:
-    """A recorded file: a trace (.json.gz) or memory snapshot (.pickle.gz), which `course profile` reads, or samples (.npz)."""
-    return RESULTS / "traces" / name
+def recording(name: str) -> Path:
+    """A recorded file of `course/bench/results`: a trace (traces/NAME.json.gz) or memory snapshot (traces/NAME.pickle.gz), which
+    `course profile` reads, samples (traces/NAME.npz), or a folder with curves for TensorBoard (tensorboard/NAME)."""
+    return RESULTS / name
 
 
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:

@@ -42,9 +42,12 @@ from course.planner.parameter_memory import Rank
 MIB = 2**20
 # cuBLAS workspace, in PyTorch's allocator: the default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
 CUBLAS = 32 * MIB
-# a margin by rule of thumb, not measured: bytes of the process's CUDA context and compiled code, and the share of memory that the
-# allocator loses to fragmentation
-CONTEXT, FRAGMENTS = 512 * MIB, 0.03
+# bytes on an H200 that PyTorch does not count (results/gpt_h200.json, vit_h200.json, used_gb - reserved_gb): of a process with
+# its CUDA context and compiled code, 0.79 to 0.80 GB; more of captured graphs, 0.06 to 0.08; of an NCCL communicator, 0.70 and
+# 0.80 in two layouts on two GPUs (heldout_5_h200.json, 2-12 and 2-11)
+CONTEXT, GRAPHS, COMMUNICATOR = 804e6, 76e6, 0.8e9
+# what the allocator needs beyond the tensors that are predicted: 0.14 to 0.73 GB (least_memory_h200.json), which this covers
+FRAGMENTS, SHARE = 0.5e9, 0.02
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Memory:
     batch: int                                      # the loader's batch, and its form as model input
     buffers: int                                    # communication: gradient shards, pipeline messages
     workspace: int                                  # temporaries
-    reserve: int                                    # beyond tensors: CUDA context and fragmentation
+    reserve: int                                    # beyond tensors: CUDA context, NCCL, fragmentation
     moment: str                                     # as above
     stage: int                                      # rank along pp
 
@@ -142,7 +145,7 @@ def first(memory: Memory, rank: Rank) -> Memory:
     """Turn a rank's memory into that of its first step: without optimizer states."""
     without = replace(memory, states=0, average=round(parameter_memory.average(rank)), moment="first",
                       buffers=round(activation_memory.buffers(rank, 1, "first")))
-    return replace(without, reserve=reserve(without.allocated, activation_memory.foreign(rank)))
+    return replace(without, reserve=reserve(without.allocated, rank))
 
 
 def memory_at(moment: str, rank: Rank) -> Memory:
@@ -161,12 +164,24 @@ def memory_at(moment: str, rank: Rank) -> Memory:
              "buffers": activation_memory.buffers(rank, micros, moment),
              "workspace": activation_memory.workspace(rank, moment) + CUBLAS}
     whole = {name: round(size) for name, size in parts.items()}
-    return Memory(**whole, reserve=reserve(sum(whole.values()), activation_memory.foreign(rank)), moment=moment, stage=rank.stage)
+    return Memory(**whole, reserve=reserve(sum(whole.values()), rank), moment=moment, stage=rank.stage)
 
 
-def reserve(allocated: int, others: float) -> int:
-    """The margin for memory outside PyTorch's tensors, in bytes. others: what other libraries hold."""
-    return round(CONTEXT + FRAGMENTS * allocated + others)
+def reserve(allocated: int, rank: Rank) -> int:
+    """Bytes that a GPU needs beyond so many bytes of tensors: what PyTorch's allocator wastes, and what it never sees."""
+    c = rank.config
+    others = activation_memory.foreign(rank) + c.graphs * GRAPHS + COMMUNICATOR * communicators(c)
+    return round(CONTEXT + others + FRAGMENTS + SHARE * allocated)
+
+
+def communicators(c: Config) -> int:
+    """The number of process groups in which a rank communicates, at most: NCCL keeps buffers for each, also where two have the
+    same ranks. All ranks; each axis; dp x cp, and its parts; a pipeline's neighbors, and its ends if they share a weight."""
+    p = c.parallel
+    axes = sum(size > 1 for size in (p.dp, p.tp, p.cp, p.pp, p.ep))
+    joint = max(p.dp, 1) * p.cp
+    replicas = 2 * (1 < p.shard < joint)
+    return 0 if joint * p.tp * p.pp == 1 else 1 + axes + (joint > 1) + replicas + min(p.pp - 1, 2) + (p.pp > 2)
 
 
 def under_way(rank: Rank, moment: str) -> tuple[float, float]:

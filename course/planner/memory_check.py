@@ -31,6 +31,7 @@ from course.utils.errors import CourseError, is_out_of_memory
 
 SURE = 0.75                                         # of the predicted tensor bytes: no run should need less
 ON_CPU = 1.5                                        # CPU runs take up to this multiple of a GPU's activations
+PROCESS = 512 * 2**20                               # bytes of a process on a CPU with nothing in it, by rule of thumb
 OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # files and keys of control groups (version 1, version 2): limit, usage, reclaimable parts of the usage
 FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
@@ -83,7 +84,7 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         device, config = mesh.world.device, with_dp(config, mesh)
-        before = memory.predict(config).total
+        before = needed(config, device)
         there = free(device)
         # the prediction was too low for this run, so suggest only settings predicted well below it
         raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
@@ -130,16 +131,23 @@ def nearest(config: Config, room: float, device: torch.device, below: float = ma
             for values in product(*(ways[key] for key in keys)):
                 change = dict(zip(keys, values, strict=True))
                 candidate = changed(config, change)
-                if not refusal(candidate) and fits(candidate, room, device) and memory.predict(candidate).total <= below:
+                if not refusal(candidate) and needed(candidate, device) <= min(room, below):
                     return " ".join(f"{key}={as_text(get_value(candidate, key))}" for key in change)
     return ""
 
 
 def fits(config: Config, room: float, device: torch.device) -> bool:
-    """Whether a run should fit in `room` bytes. On a CPU everything but weights, gradients and states counts `ON_CPU` times."""
+    """Whether a run should fit in `room` bytes."""
+    return needed(config, device) <= room
+
+
+def needed(config: Config, device: torch.device) -> float:
+    """Bytes that a run should need. On a CPU everything but weights, gradients and states counts `ON_CPU` times."""
     needs = memory.predict(config)
-    less = needs.parameters + needs.gradients + needs.states + needs.average
-    return needs.total + (ON_CPU - 1) * (needs.total - less if device.type == "cpu" else 0) <= room
+    if device.type != "cpu":
+        return needs.total
+    fixed = needs.parameters + needs.gradients + needs.states + needs.average
+    return fixed + ON_CPU * (needs.allocated - fixed + PROCESS)
 
 
 # ---- free memory

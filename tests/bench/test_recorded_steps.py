@@ -48,10 +48,7 @@ def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
     (row,) = [row for row in recorded_steps.rows("gpt_") if row["ms"] == step.ms]
     found = memory.predict(step.config)
     assert found.moment == "first" and step.memory_gb == row["first_gb"] > 1.05 * row["memory_gb"]
-    # that step tries out the head's algorithms, on three results and both factors, while it has none of its own
-    c = step.config.model
-    trial = 2 * (2 * c.loss_chunk * c.vocab + c.vocab * c.dim + c.loss_chunk * c.dim)
-    assert (found.allocated + trial) / 1e9 == pytest.approx(row["first_gb"], rel=0.005)
+    assert found.allocated / 1e9 == pytest.approx(row["first_gb"], rel=0.005)
 
 
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
@@ -95,4 +92,4 @@ def test_most_recorded_steps_are_predicted_well():
     off = [abs(step.error) for step in STEPS]
     whole = [step for step in STEPS if step.kind == "step"]
     near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
-    assert (near, len(whole)) == (77, 81) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3
+    assert (near, len(whole)) == (84, 88) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3

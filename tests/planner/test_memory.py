@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from course import config as configuration
-from course.config import Config
+from course.bench import results
+from course.config import Config, load
 from course.convert.reshard import pretended
 from course.fp8 import native
 from course.lab.instruments.tensor_memory import MemoryMeter
@@ -23,6 +24,7 @@ from course.planner import activation_memory, memory, parameter_memory
 from course.ranks.notebook_ranks import ranks
 from course.training.assemble import assemble
 from course.training.step import autocast
+from experiments import heldout
 
 # large enough that statistics and scalars count for little, small enough for a second
 SMALL = {"vit": ("vit-short", ["data.source=mock", "model.grid=[32,64]", "model.patch=4", "model.channels=3", "model.dim=64",
@@ -335,3 +337,15 @@ def test_selective_recomputation_keeps_what_linears_by_symmetric_memory_put_out(
     near, far = (memory.predict(configuration.load("gpt-1.3b", [*how, f"parallel.overlap={overlap}"])).activations
                  for overlap in ("nccl", "symmetric"))
     assert far == pytest.approx(near, rel=0.1)
+
+
+def test_a_gpu_of_the_planned_size_is_large_enough_and_hardly_too_large():
+    """For what runs on H200s needed: by bisection on one GPU, and as two GPUs held it with NCCL's buffers in it."""
+    listed = {name: {row["name"]: row for row in heldout.listed(name)} for name in ("heldout_4", "heldout_5")}
+    needs = [(listed["heldout_4"][row["name"]], row["least_gb"] + row["others_gb"])
+             for row in results.load("least_memory_h200")["rows"]]
+    needs += [(listed["heldout_5"][row["name"]], row["used_gb"])
+              for row in results.load("heldout_5_h200")["rows"] if "used_gb" in row]
+    planned = [memory.predict(load(row["preset"], row["settings"])).total / 1e9 / need for row, need in needs]
+    print([f"{one:.3f}" for one in planned])
+    assert len(planned) == 12 and min(planned) > 1.0 and max(planned) < 1.12

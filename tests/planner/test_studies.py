@@ -58,7 +58,7 @@ def long(rates):
 
 def test_the_3b_at_64k_tokens_runs_out_of_memory_at_tp2pp8_alone(long):
     assert {layout: one.fits for layout, one in long.items()} == {(4, 4): True, (8, 2): True, (2, 8): False}
-    assert gb(long) == pytest.approx([88.7, 54.3, 157.8], rel=0.02)
+    assert gb(long) == pytest.approx([93.4, 57.8, 161.8], rel=0.02)
     # activations do: their first stage has tokens / tp of as many micro-batches as there are stages
     most = long[2, 8].memory
     assert most.activations > 0.9 * most.allocated and most.stage == 0
@@ -97,15 +97,15 @@ def test_the_planner_says_so():
 
 
 def test_the_3b_at_16k_tokens_over_tp(rates):
-    """Over tp2 it fits, since tp cuts the modulation, too; ZeRO-1 and compiled blocks leave a third of the memory. More tp costs
-    little time: matmuls are slow beside NVLink on an H20."""
+    """Over tp2 its tensors fit, since tp cuts the modulation, too, but leave too little for NCCL; ZeRO-1 and compiled blocks
+    leave a third of the memory. More tp costs little time: matmuls are slow beside NVLink on an H20."""
     found = {tp: study("dit-3b", tp, 1, *MIDDLE, "parallel.zero=true", "compile=true") for tp in (2, 4, 8)}
     bare = study("dit-3b", 2, 1, *MIDDLE)
     for tp, one in found.items():
         tell(f"3B, 16k tokens, tp{tp}, ZeRO-1, compiled", one)
     tell("3B, 16k tokens, tp2, neither", bare)
-    assert all(one.fits for one in found.values()) and bare.fits
-    assert gb(found) == pytest.approx([61.4, 33.0, 18.8], rel=0.02)
+    assert all(one.fits for one in found.values()) and bare.memory.allocated < H20.memory < bare.memory.total
+    assert gb(found) == pytest.approx([64.8, 36.6, 22.6], rel=0.02)
     seconds = [5.88, 6.02, 6.32] if rates == "rules" else [5.93, 6.09, 6.54]
     assert [one.time.step for one in found.values()] == pytest.approx(seconds, rel=0.01)
 
@@ -117,6 +117,6 @@ def test_the_7b_in_three_layouts():
     for (tp, pp), one in found.items():
         tell(f"7B, 16k tokens, tp{tp}pp{pp}", one)
     assert all(one.fits for one in found.values())
-    assert gb(found) == pytest.approx([41.8, 27.4, 70.6], rel=0.02)
+    assert gb(found) == pytest.approx([46.9, 31.1, 75.5], rel=0.02)
     assert [one.time.step for one in found.values()] == pytest.approx([12.88, 12.12, 15.22], rel=0.01)
 

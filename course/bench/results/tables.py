@@ -362,9 +362,14 @@ TABLES = {
         "compiler's kernels, `train.recompute=full`": ("full recomputation",)}),
     "power": Table([at("MHz", ".0f", "{0}", "{1}", "clock_mhz"), at("W", ".0f", "{0}", "{1}", "power_w"),
                     fed("J/sample", ".3g", if_recorded, "joules_per_sample")], {
-        "weather ViT, bf16, compiler's kernels": ("vit_h200", f"bf16, {NARROW}"),
+        "weather ViT, bf16, compiler's kernels": ("vit_h200", "bf16, compiled"),
+        "weather ViT, width 1024, bf16, compiler's kernels": ("vit_h200", f"width 1024: bf16, {NARROW}"),
+        "weather ViT, width 1024, FP8, compiler's kernels": ("vit_h200", f"width 1024: fp8, {NARROW}"),
         **{f"{name}, bf16, Triton kernels": (file, f"{model}: bf16, {TRITON}") for name, (file, model) in MODELS.items()},
-        "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}")}),
+        "GPT 350M, FP8, Triton kernels": ("gpt_h200", f"350M: fp8, {TRITON}"),
+        "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}"),
+        "GPT 1.3B, bf16, compiler's kernels": ("gpt_h200", f"1.3B: bf16, {NARROW}"),
+        "GPT-2 of 1.3B by Hugging Face, bf16, compiled": ("gpt_h200", "1.3B: Hugging Face's GPT-2, bf16, compiled")}),
     "kernels": Table([fed(name, ".0f", kernel_speed, who) for name, who in (
         ("lesson 19", "lesson"), ("PyTorch", "PyTorch"), ("torch.compile", "compiled"), ("`kernels=triton`", "library"))], {
         f"{words}, width {width}": (kernel, width) for kernel, words in KERNELS.items() for width in (1152, 4096)}),
