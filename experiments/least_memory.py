@@ -1,9 +1,9 @@
 """How large a GPU does a run need? Test the planner's "fits": `python -m experiments.least_memory LIST FILE`.
 
 PyTorch counts tensors. A GPU also holds what PyTorch's allocator keeps but does not use, and what it never sees: the CUDA
-context, compiled code, workspaces of libraries. The planner adds a margin for both. Here configurations of a held-out list for one
-GPU train under a limit on PyTorch's memory. Bisection finds the least limit under which whole steps run. With what others hold, it
-is the least GPU that is large enough. The planner's total stands beside it.
+context, compiled code, workspaces of libraries. The planner adds a margin for both. Here configurations of a held-out list for
+one GPU train under a limit on PyTorch's memory. Bisection finds the least limit under which whole steps run. With what others
+hold, it is the least GPU that is large enough. The planner's total stands beside it.
 
 `starts` says whether a fresh process also trains on a GPU of the size that the planner names, since the first step differs: the
 compiler tries kernels.

@@ -206,8 +206,8 @@ def convert(source: Annotated[Path, typer.Argument(help="the folder of a run, a 
                                                         "and te a .safetensors file")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="settings of the new run, such as "
                                                                  "precision=fp8 parallel.tp=2")] = None,
-            to: Annotated[str, typer.Option(help="hf (GPT-2, Llama or Mixtral), dit or te. Default: the one that fits the "
-                                            "model")] = "",
+            to: Annotated[str, typer.Option(help="hf (GPT-2, Llama, Mixtral, Qwen3, Qwen3-MoE), dit or te. Default: the one "
+                                            "that fits the model")] = "",
             like: Annotated[str, typer.Option(help="the preset with the settings of the run, and with the model settings that "
                                               "the file lacks")] = "",
             qkv: Annotated[str, typer.Option(help="rows of te's fused projection: interleaved, stacked or separate. Default: as "

@@ -145,7 +145,7 @@ def masked(plan: Plan) -> list[str]:
     m = plan.config.model
     if not isinstance(m, GPTConfig):
         return []
-    half = 6 * m.depth * m.context**2 * m.dim / flops.step(m, 1)        # half of 12·T²·D per block, with the backward pass
+    half = 6 * m.depth * m.context**2 * m.attention_width / flops.step(m, 1)        # half of 12·T²·H per block, with backward
     return [f"MFU counts causal attention whole, as is usual: {half:.0%} of its FLOPs are masked, and kernels leave them out."
             ] if half > LIMIT else []
 

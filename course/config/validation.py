@@ -34,7 +34,7 @@ NUMBERS = {
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
                    "model.loss_chunk model.vocab_used model.rope_low parallel.shard model.experts model.expert_width "
-                   "model.shared_experts model.balance_loss model.z_loss model.balance_rate model.capacity_factor",
+                   "model.head_dim model.shared_experts model.balance_loss model.z_loss model.balance_rate model.capacity_factor",
     (0, 1): "optim.betas optim.muon_momentum optim.ema model.dropout model.drop_path",
     (0, PART): "model.label_drop",                   # 1: every sample
     (TINY, math.inf): "model.norm_eps",
@@ -201,9 +201,10 @@ def check_fp8(config: "Config") -> None:
     if isinstance(m, DiTConfig) and p.cp > 1 and cast:
         raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: of what a sample has "
                           "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
-    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
-        raise CourseError("fp8.by=te supports only GPT-2's block: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
-                          "use fp8.by=native")
+    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias
+                                                      or m.head_dim or m.qk_norm):
+        raise CourseError("fp8.by=te supports only GPT-2's block: with model.norm=rms, mlp=swiglu, kv_heads, head_dim, "
+                          "qk_norm or bias=false use fp8.by=native")
     if f.by == "te" and f.recipe == "delayed" and config.compile:
         raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
                           "fp8.recipe=current or fp8.by=native")
@@ -220,9 +221,9 @@ def check_gpt(c: GPTConfig) -> None:
     if not c.rope_low < c.rope_high < math.inf:
         raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
                           "than the former are fast, than the latter not slow")
-    if c.position == "rotary" and c.dim // c.heads % 2:
-        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
-                          "change model.dim or model.heads")
+    if c.position == "rotary" and c.head_width % 2:
+        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.head_width} have an odd one: "
+                          f"change {'model.head_dim' if c.head_dim else 'model.dim or model.heads'}")
     if c.experts and c.top_k > c.experts:
         raise CourseError(f"model.top_k={c.top_k} is more than model.experts={c.experts}: choose at most {c.experts}")
     if c.experts and c.moe_every > c.depth:
@@ -261,8 +262,10 @@ def efficient_refuses_groups(config: "Config") -> bool:
 def check_model(c: ModelConfig) -> None:
     """Raise `CourseError` if a model's numbers are out of range, or its widths and sides do not divide."""
     check_numbers("model", c)
-    if c.dim % c.heads:
-        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    own = isinstance(c, GPTConfig) and c.head_dim    # heads that do not share the model's width
+    if c.dim % c.heads and not own:
+        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them"
+                          + (", or set model.head_dim" if isinstance(c, GPTConfig) else ""))
     if isinstance(c, DiTConfig) and c.dim % 4:
         raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
     if isinstance(c, GPTConfig):

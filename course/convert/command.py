@@ -1,6 +1,6 @@
 """`course convert SOURCE TARGET`: convert the files of another library to a run of ours, and back.
 
-    course convert gpt2/ runs/gpt/mine                              a Hugging Face folder (GPT-2, Llama) -> a run, at step 0
+    course convert gpt2/ runs/gpt/mine                              a Hugging Face folder -> a run, at step 0
     course convert DiT-XL-2-256x256.pt runs/dit/theirs              facebookresearch/DiT's names -> a run
     course convert te.safetensors runs/gpt/mine --like gpt-124m     Transformer Engine's layers -> a run of a preset's model
     course convert runs/gpt/mine out --to hf                        and back: hf, dit or te

@@ -1,4 +1,4 @@
-"""Convert GPT-2, Llama and Mixtral, as `transformers` writes them, to ours and back.
+"""Convert GPT-2, Llama, Mixtral, Qwen3 and Qwen3-MoE, as `transformers` writes them, to ours and back.
 
     model = read(folder)                            a serial GPT with the weights of a Hugging Face folder
 
@@ -9,7 +9,7 @@
     grouped     Llama has separate queries, keys and values, the query heads in groups; our fused projection has rows
                 (queries of a group + 2, kv_heads, head_dim)
     stacked     Llama has separate gates and values in the gated MLP; ours stacks the gates above the values
-    experts     Mixtral has a file entry for each matrix of each expert; ours stacks the experts
+    experts     Mixtral and Qwen3-MoE have a file entry for each matrix of each expert; ours stacks the experts
     padded      ours may have more rows than there are tokens (model.vocab=50304 for 50257, so that ranks can share them evenly)
 
 Rotary positions rotate the same pairs in both: element i of a head's first half with element i of the second.
@@ -37,7 +37,7 @@ from course.utils.errors import CourseError
 def fuse(c: GPTConfig, parts: Parts) -> Tensor:
     """Fuse queries, keys and values: (heads · d, ...), 2 x (kv_heads · d, ...) -> ((G + 2) · kv_heads · d, ...)."""
     q, k, v = parts
-    each = (c.groups, c.heads // c.groups, c.dim // c.heads)            # (g, G, d)
+    each = (c.groups, c.heads // c.groups, c.head_width)                # (g, G, d)
     queries = q.unflatten(0, each).transpose(0, 1)                      # (G, g, d, ...)
     return torch.cat([queries, *(x.unflatten(0, (1, each[0], each[2])) for x in (k, v))]).flatten(0, 2)
 
@@ -107,7 +107,17 @@ MIXTRAL: Table = {                                   # {}: the number of each ex
     "blocks.*.mlp.experts.up": (GATED_EXPERTS, (f"{MOE}.experts.{{}}.w1.weight", f"{MOE}.experts.{{}}.w3.weight")),
     "blocks.*.mlp.experts.down": (EXPERTS, (f"{MOE}.experts.{{}}.w2.weight",)),
 }
-TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
+QWEN3: Table = LLAMA | {
+    "blocks.*.attn.q_norm.weight": (SAME, (f"{ATTENTION}.q_norm.weight",)),
+    "blocks.*.attn.k_norm.weight": (SAME, (f"{ATTENTION}.k_norm.weight",)),
+}
+EXPERT = "model.layers.*.mlp.experts.{}"
+QWEN3_MOE: Table = QWEN3 | {                         # some blocks may have an MLP
+    "blocks.*.mlp.router.weight": (SAME, ("model.layers.*.mlp.gate.weight",)),
+    "blocks.*.mlp.experts.up": (GATED_EXPERTS, (f"{EXPERT}.gate_proj.weight", f"{EXPERT}.up_proj.weight")),
+    "blocks.*.mlp.experts.down": (EXPERTS, (f"{EXPERT}.down_proj.weight",)),
+}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 # in older files only: tables that follow from the configuration, and a second copy of a tied head
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", HEAD)
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}       # we write the first of several names
@@ -117,23 +127,33 @@ OF_LLAMA = {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": 
             "heads": "num_attention_heads", "mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps"}
 NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_embd", "depth": "n_layer", "heads": "n_head",
                   "norm_eps": "layer_norm_epsilon"},
-         "llama": OF_LLAMA, "mixtral": OF_LLAMA | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}}
+         "llama": OF_LLAMA, "mixtral": OF_LLAMA | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"},
+         "qwen3": OF_LLAMA, "qwen3_moe": OF_LLAMA | {"experts": "num_experts", "top_k": "num_experts_per_tok",
+                                                     "expert_width": "moe_intermediate_size"}}
+OPTIONAL = {"moe_every": ("decoder_sparse_step", 1), "norm_topk": ("norm_topk_prob", False)}       # of a Qwen3-MoE, if absent
 STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
            "rope_context": "original_max_position_embeddings"}           # of rope_type=llama3
 # keys that must have this value, the only one that we support; an absent key counts as it
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    "llama": {"hidden_act": "silu"}, "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0}}
+    "llama": {"hidden_act": "silu"}, "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "mlp_only_layers": []}}
 # the same for keys that we never write: they mark models, or formats of weights, that we lack
 FOREIGN = {"partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None, "auto_map": None}
-PARTS = {"norm": "rms", "mlp": "swiglu", "position": "rotary"}           # of a Llama
+PARTS = {"norm": "rms", "mlp": "swiglu", "position": "rotary", "qk_norm": False}        # of a Llama
+NORMED = PARTS | {"qk_norm": True, "bias": False}            # of a Qwen3
+ROUTED = {"bias": False, "shared_experts": 0, "routing": "softmax", "balance_rate": 0.0, "capacity_factor": 0.0}
 KIND: dict[str, dict[str, Any]] = {
-    "gpt2": {"norm": "layer", "position": "learned", "experts": 0}, "llama": PARTS | {"experts": 0},
-    "mixtral": PARTS | {"bias": False, "shared_experts": 0, "moe_every": 1, "routing": "softmax", "balance_rate": 0.0,
-                        "capacity_factor": 0.0}}
-ROPE_THETA = {"llama": 10_000.0, "mixtral": 1_000_000.0}     # the same
-TIED = {"gpt2": True, "llama": False, "mixtral": False}      # if config.json does not say
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+    "gpt2": {"norm": "layer", "position": "learned", "head_dim": 0, "qk_norm": False, "experts": 0},
+    "llama": PARTS | {"experts": 0}, "mixtral": PARTS | ROUTED | {"moe_every": 1, "norm_topk": True},
+    "qwen3": NORMED | {"experts": 0}, "qwen3_moe": NORMED | ROUTED}
+# what config.json does not say
+ROPE_THETA = {"llama": 10_000.0, "mixtral": 1_000_000.0, "qwen3": 10_000.0, "qwen3_moe": 10_000.0}
+TIED = {"gpt2": True, "llama": False, "mixtral": False, "qwen3": False, "qwen3_moe": False}
+HEAD_DIM = {"qwen3": 128}                                    # other models divide their width by their heads
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3": "Qwen3ForCausalLM",
+           "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 def config_of(found: Mapping[str, Any]) -> GPTConfig:
@@ -141,6 +161,7 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in TABLES:
         raise CourseError(f"config.json says model_type={kind}, and this command reads {', '.join(TABLES)}")
+    found = of_qwen3(found) if kind.startswith("qwen3") else found
     for key, only in (FIXED[kind] | FOREIGN).items():
         if found.get(key, only) != only and not (key in FOREIGN and found[key] is None):
             raise refused(key, found[key], only)
@@ -149,8 +170,10 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
         raise CourseError(f"config.json lacks {', '.join(missing)}: give a model's folder as it was published")
     values = {ours: found[theirs] for ours, theirs in NAMES[kind].items()} | KIND[kind]
     values["tied"] = found.get("tie_word_embeddings", TIED[kind])
-    if kind == "mixtral" and values["top_k"] == 1:  # its gate is 1, and ours the probability
-        raise refused(NAMES[kind]["top_k"], 1, "2 or more")
+    if kind == "qwen3_moe":
+        values |= {ours: found.get(theirs, default) for ours, (theirs, default) in OPTIONAL.items()}
+    if values.get("top_k") == 1 and values.get("norm_topk"):            # its gate is 1, and ours the probability
+        raise refused(NAMES[kind]["top_k"], 1, "2 or more" + (" with norm_topk_prob=True" if kind == "qwen3_moe" else ""))
     c = schema.build(GPTConfig, values | (of_gpt2(found) if kind == "gpt2" else of_llama(found)), "config.json, as ours")
     validation.check_model(c)
     return c
@@ -164,21 +187,38 @@ def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"mlp": GELU[activation], "mlp_width": found.get("n_inner") or 0}
 
 
+def of_qwen3(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A Qwen3's values as its published config.json has them. `transformers` 5 writes num_experts under another name.
+
+    Raises `CourseError` for layers whose attention sees a window. sliding_window is the size of a window that none uses.
+    """
+    values = {key: value for key, value in found.items() if key != "sliding_window"}
+    if "num_experts" not in values and "num_local_experts" in values:
+        values["num_experts"] = values["num_local_experts"]
+    values["mlp_only_layers"] = values.get("mlp_only_layers") or []
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise refused("layer_types", kinds, "full_attention")
+    return values
+
+
 def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a Llama's or Mixtral's config.json expresses differently from ours."""
+    """The settings that the config.json of a Llama, Mixtral or Qwen3 expresses differently from ours."""
     rope = rope_of(found)
-    heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
-    kv_heads = heads if kv_heads is None else kv_heads
-    for key, value in (("num_attention_heads", heads), ("hidden_size", dim), ("num_key_value_heads", kv_heads)):
-        if type(value) is not int or not 1 <= value <= validation.LARGEST["model"]:
+    sizes = {key: found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads", "head_dim")}
+    if sizes["num_key_value_heads"] is None:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if sizes["head_dim"] is None:
+        sizes["head_dim"] = HEAD_DIM.get(found["model_type"])
+    for key, value in sizes.items():
+        if (type(value) is not int or not 1 <= value <= validation.LARGEST["model"]) and (key, value) != ("head_dim", None):
             raise refused(key, value, "whole numbers from 1 on that a model can have")
-    assert isinstance(heads, int) and isinstance(dim, int)
-    if found.get("head_dim") not in (None, dim / heads):
-        raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim / heads:g}")
+    heads, dim, kv_heads, width = sizes.values()
     bias = found.get("attention_bias", False)
     if found.get("mlp_bias", False) != bias:
         raise refused("mlp_bias", found.get("mlp_bias", False), f"attention_bias, {bias}")
-    return {"kv_heads": 0 if kv_heads == heads else kv_heads, "bias": bias,
+    shared = width is None or width * heads == dim   # the model's width
+    return {"kv_heads": 0 if kv_heads == heads else kv_heads, "head_dim": 0 if shared else width, "bias": bias,
             "rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_THETA[found["model_type"]])),
             **(of_llama3(rope) if rope.get("rope_type") == "llama3" else {})}
 
@@ -228,13 +268,15 @@ def refused(key: str, value: Any, only: Any) -> CourseError:
 def kind_of(c: GPTConfig) -> str:
     """The `transformers` model that has a GPT's parts. Raises `CourseError` if there is none."""
     for kind, parts in KIND.items():
-        plain = {"gpt2": c.mlp != "swiglu" and c.groups == c.heads and c.bias, "mixtral": c.experts and c.top_k > 1}
+        plain = {"gpt2": c.mlp != "swiglu" and c.groups == c.heads and c.bias, "mixtral": c.experts and c.top_k > 1,
+                 "qwen3_moe": c.experts}
         if plain.get(kind, True) and all(getattr(c, key) == value for key, value in parts.items()):
             return kind
     raise CourseError(f"a GPT with norm={c.norm}, mlp={c.mlp}, position={c.position}, bias={c.bias}, {c.groups} key-value heads "
                       f"for {c.heads} and {c.experts} experts is neither a GPT-2 (layer, gelu or gelu_tanh, learned, true, as "
                       "many, 0) nor a Llama (rms, swiglu, rotary, 0 experts) nor a Mixtral (as Llama, without bias, with softmax "
-                      "routing to 2 or more experts in every block, no shared ones): transformers has no name for it")
+                      "routing to 2 or more experts in every block, no shared ones) nor a Qwen3 or Qwen3-MoE (as Llama, with "
+                      "qk_norm, without bias and shared experts): this command has no name for it")
 
 
 def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[int] = ()) -> dict[str, Any]:
@@ -250,12 +292,15 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
         values |= {"activation_function": activation, "n_inner": width, "attn_pdrop": 0.0, "embd_pdrop": c.dropout,
                    "resid_pdrop": c.dropout}
     else:
-        values |= {"intermediate_size": c.expert_hidden if c.experts else c.hidden, "num_key_value_heads": c.groups,
-                   "head_dim": c.dim // c.heads, "rope_theta": c.rope_theta,                      # and from version 5 on:
+        values |= {"intermediate_size": c.expert_hidden if kind == "mixtral" else c.hidden, "num_key_value_heads": c.groups,
+                   "head_dim": c.head_width, "rope_theta": c.rope_theta,                          # and from version 5 on:
                    "rope_parameters": rope_for(c)}
+        values |= {"attention_bias": c.bias, "mlp_bias": c.bias} if kind == "llama" else {}
         # their balance loss is top_k, and ours 1, for balanced experts
-        values |= ({"router_aux_loss_coef": c.balance_loss / c.top_k} if c.experts else
-                   {"attention_bias": c.bias, "mlp_bias": c.bias})
+        values |= {"router_aux_loss_coef": c.balance_loss / c.top_k} if c.experts else {}
+        if kind == "qwen3_moe":
+            values |= {"moe_intermediate_size": c.expert_hidden, "decoder_sparse_step": c.moe_every,
+                       "norm_topk_prob": c.norm_topk and c.top_k > 1}
         if c.stretch is not None:                   # version 4 reads this; without it, it would assume plain positions
             values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,

@@ -73,7 +73,7 @@ def together(c: Any, parts: Parts) -> Tensor:
 def unstack(c: Any, parts: Parts) -> Tensor:
     """Stacked rows in our order: ((G + 2) · kv_heads · d, ...)."""
     kv_heads, group = groups(c)
-    return together(c, parts[0].split([n * (c.dim // c.heads) for n in (kv_heads * group, kv_heads, kv_heads)]))
+    return together(c, parts[0].split([n * c.head_width for n in (kv_heads * group, kv_heads, kv_heads)]))
 
 
 QKV = {"interleaved": Layout(deinterleave, interleave), "stacked": Layout(unstack, lambda c, x: (torch.cat(apart(c, x)),)),
@@ -107,6 +107,9 @@ def check_model(c: Any) -> None:
     if not isinstance(c, GPTConfig | ViTConfig):
         raise CourseError("the blocks of a DiT are not Transformer Engine layers, because the condition scales and shifts "
                           "between norms and linears: convert a ViT or a GPT; fp8.by=te trains a DiT with its single modules")
+    if isinstance(c, GPTConfig) and c.qk_norm:
+        raise CourseError("model.qk_norm=true norms queries and keys, and this command writes no Transformer Engine layers that "
+                          "do so: convert it to Hugging Face, with --to hf")
 
 
 def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:

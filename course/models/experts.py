@@ -2,7 +2,8 @@
 
     scores   softmax or sigmoid of the router's logits, one for each expert, in float32
     choice   the top_k experts with the largest scores; a bias may be added, for the choice alone
-    gates    their scores divided by their sum; with top_k=1 the score itself, or the router would have no gradient
+    gates    their scores divided by their sum, or with norm_topk=false the scores; with top_k=1 the score, or the router would
+             have no gradient
     output   the sum of gate x expert(token), and the shared experts, which see every token
 
 All balance terms belong to one sample, so they add up over samples: no layout, micro-batch or gradient accumulation changes them.
@@ -194,7 +195,7 @@ class MoE(nn.Module):
         ranked = scores.detach() if self.router.bias is None else scores.detach() + self.router.bias
         chosen = ranked.topk(self.c.top_k).indices                      # (B, T, k)
         gates = scores.gather(-1, chosen)                               # (B, T, k)
-        if self.c.top_k > 1:
+        if self.c.top_k > 1 and self.c.norm_topk:
             gates = gates / gates.sum(-1, keepdim=True)
         real = batch["real"]                                            # (B, T)
         chosen = chosen.masked_fill(~real[..., None], self.c.experts)

@@ -3,8 +3,9 @@
 Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3: the decoder of Vaswani et al.
 2017 with the norms before attention and MLP, and one more after the last block. Positions are learned; the output projection
 reuses the token embedding (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
-2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, with fewer key and value heads, kv_heads. With experts the
-MLP of some blocks is a mixture of experts (`course/models/experts.py`).
+2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, with fewer key and value heads, kv_heads. Qwen3 (Qwen Team
+2025, arXiv:2505.09388, section 2) adds qk_norm=true and a head_dim of its own. With experts the MLP of some blocks is a mixture
+of experts (`course/models/experts.py`).
 """
 
 import math
@@ -49,6 +50,8 @@ class GPTConfig:
     depth: int = 12                                 # blocks
     heads: int = 12                                 # attention heads, which share the width
     kv_heads: int = 0                               # key and value heads, each for heads / kv_heads query heads; 0: heads
+    head_dim: int = 0                               # width of a head; 0: dim / heads
+    qk_norm: bool = False                           # an RMSNorm of each head's queries and of its keys, before they are rotated
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     mlp_width: int = 0                              # width of the MLP; 0: what mlp_ratio says
     mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"    # gelu_tanh: the approximation that GPT-2 was trained with
@@ -73,6 +76,7 @@ class GPTConfig:
     shared_experts: int = 0                         # further experts that take every token, as one MLP
     moe_every: int = 1                              # one of so many blocks has experts; with 2, blocks 1, 3 and so on
     routing: Literal["softmax", "sigmoid"] = "softmax"      # scores of a token's experts: they sum to 1, or each is by itself
+    norm_topk: bool = True                          # with top_k of 2 or more, divide a token's top_k scores by their sum
     balance_loss: float = 0.01                      # weight of the load-balancing loss, which is 1 for balanced experts
     z_loss: float = 0.0                             # weight of the mean square of logsumexp(router's logits); usual: 0.001
     balance_rate: float = 0.0                       # change of the router's biases in a step; no loss needed; 0: none
@@ -101,6 +105,16 @@ class GPTConfig:
     def groups(self) -> int:
         """The number of key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """The width of all query heads together."""
+        return self.heads * self.head_width
 
     @property
     def stretch(self) -> RopeScaling | None:
@@ -140,7 +154,7 @@ class Block(nn.Module):
     def __init__(self, c: GPTConfig, name: str):
         super().__init__()
         self.norm1 = norm(c)
-        self.attn = GroupedAttention(c.dim, c.heads, c.groups, c.bias)
+        self.attn = GroupedAttention(c.dim, c.heads, c.groups, c.bias, c.head_width, c.norm_eps if c.qk_norm else None)
         self.drop1 = Dropout(c.dropout, f"{name}.drop1")
         self.norm2 = norm(c)
         self.mlp = (SwiGLU(c.dim, c.hidden, c.bias) if c.mlp == "swiglu" else
@@ -419,7 +433,7 @@ class GPT(Model):
             penalty = x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32)) if self.c.experts else None
         if "seen" in batch:                                             # the same angles for all blocks: computed once
             dtype = torch.promote_types(x.dtype, torch.float32)
-            cos_sin = rope_cos_sin(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
+            cos_sin = rope_cos_sin(batch["seen"][0], self.c.head_width, self.c.rope_theta, dtype, self.c.stretch)
             batch = {**batch, "rope": cos_sin}                          # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)

@@ -154,24 +154,39 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.to(kind), self.normalized_shape, self.weight.to(kind), self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """An RMSNorm of each head by itself, with one weight for all heads: (..., d) -> (..., d), in the input's format."""
+
+    seam = "head_norm"                              # a rank with a part of the heads has a part of the weight's gradient
+
+    def forward(self, x: Tensor) -> Tensor:                             # (..., d)
+        return super().forward(x).to(x.dtype)
+
+
 class GroupedAttention(nn.Module):
     """Causal self-attention in which each head of keys and values serves a group of query heads (Ainslie et al. 2023,
     arXiv:2305.13245); with a group of one, `Attention`.
+
+    head_dim: the width of a head; 0: dim / heads. eps: if given, queries and keys are normed, and this is added to their mean
+    squares (Henry et al. 2020, arXiv:2010.04245; with weights: Dehghani et al. 2023, arXiv:2302.05442, section 2).
 
     The rows of `qkv.weight` are (G + 2, kv_heads, head_dim): the first query head of every group, the second and so on, then
     all keys and all values. So a range of groups is a box. In the input of `out`, the heads of a group are side by side.
     """
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool = True):
+    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool = True, head_dim: int = 0, eps: float | None = None):
         super().__init__()
-        self.head_dim, self.group = dim // heads, heads // kv_heads
-        self.qkv = Linear(dim, self.group + 2, kv_heads, dim // heads, bias=bias)
+        self.head_dim, self.group = head_dim or dim // heads, heads // kv_heads
+        self.qkv = Linear(dim, self.group + 2, kv_heads, self.head_dim, bias=bias)
+        self.q_norm, self.k_norm = (None if eps is None else HeadNorm(self.head_dim, eps) for _ in range(2))
         self.core = Attend(causal=True)
-        self.out = Linear(dim, dim, bias=bias)
+        self.out = Linear(heads * self.head_dim, dim, bias=bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         qkv = self.qkv(x).unflatten(-1, (self.group + 2, -1, self.head_dim))            # (B, T, G + 2, g, d)
         q, k, v = qkv.permute(0, 3, 2, 1, 4).split([self.group, 1, 1], 2)               # (B, g, G, T, d), 2 x (B, g, 1, T, d)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)                       # (B, g, G, T, d), (B, g, 1, T, d)
         q, k, v = q.flatten(1, 2), k.squeeze(2), v.squeeze(2)           # (B, h, T, d), 2 x (B, g, T, d)
         if "rope" in batch:
             q, k = apply_rope(q, batch["rope"]), apply_rope(k, batch["rope"])
@@ -254,7 +269,7 @@ class Block(nn.Module):
 
 
 class PatchShape:
-    """Shared by the configurations of patch models: the MLP's width as a ratio, and one key and value head per query head."""
+    """Shared by the configurations of patch models: the MLP's width as a ratio, and heads that share the model's width."""
 
     dim: int
     heads: int
@@ -269,6 +284,16 @@ class PatchShape:
     def groups(self) -> int:
         """The number of key and value heads: as many as query heads."""
         return self.heads
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.dim // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """The width of all query heads together: the model's."""
+        return self.dim
 
 
 class SumOverTokens(nn.Module):

@@ -27,9 +27,9 @@ def linears(m: ModelConfig) -> list[Linear]:
 
 def block_linears(m: ModelConfig, mixture: bool = False) -> list[Linear]:
     """The linears of a block. mixture: of one with experts, whose stacked weights are no linears."""
-    D, M = m.dim, m.hidden
+    D, M, d, H = m.dim, m.hidden, m.head_width, m.attention_width
     gated = 2 if isinstance(m, GPTConfig) and m.mlp == "swiglu" else 1
-    maps = [Linear("blocks.attn.qkv", D, D + 2 * m.groups * (D // m.heads), "column"), Linear("blocks.attn.out", D, D, "row"),
+    maps = [Linear("blocks.attn.qkv", D, H + 2 * m.groups * d, "column"), Linear("blocks.attn.out", H, D, "row"),
             Linear("blocks.mlp.up", D, gated * M, "column"), Linear("blocks.mlp.down", M, D, "row")]
     if mixture:
         assert isinstance(m, GPTConfig)

@@ -21,6 +21,7 @@ from course.planner.parameter_memory import (
     low,
     modulation,
     narrow_weights,
+    normed_heads,
     over_blocks,
     own_masters,
     patch,
@@ -52,15 +53,19 @@ def attention(rank: Rank) -> Terms:
     """The activations that attention keeps, in bytes: queries, keys and values as one tensor, the output, and a float32
     log-sum-exp per query and head (Dao 2023, arXiv:2307.08691, section 3.1).
 
-    Rotary positions create new queries and keys, and a non-contiguous output that the next linear copies. Context parallelism:
-    `gather` keeps all keys and values, and with a causal mask the output in two pieces and whole. `all_to_all` keeps the
-    exchanged tensors, and the output before and after the exchange.
+    Rotary positions and norms create new queries and keys, and a non-contiguous output that the next linear copies. A norm
+    keeps a number for each head, and an eager one a float32 copy of 16-bit queries and keys. Context parallelism: `gather` keeps
+    all keys and values, and with a causal mask the output in two pieces and whole. `all_to_all` keeps the exchanged tensors, and
+    the output before and after the exchange.
     """
     c, n = rank.config, rank.n
     size, (q, kv) = low(c), widths(c)
     kept: Terms = {"qkv": n * (q + kv) * size, "answer": n * q * size, "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
-    if isinstance(c.model, GPTConfig) and c.model.position == "rotary":
+    if isinstance(c.model, GPTConfig) and (c.model.position == "rotary" or c.model.qk_norm):
         kept |= {"turned": n * (q + kv / 2) * size, "answer, copied": n * q * size}
+    if normed_heads(c):
+        copies = low(c) < wide(c) and not c.compile
+        kept["heads to norm"] = n * (q + kv / 2) * wide(c) * (copies + 1 / c.model.head_width)
     if c.parallel.cp > 1 and context_method(c) == "gather":
         kept["all keys and values"] = rank.samples * rank.whole * kv * size
         if isinstance(c.model, GPTConfig):

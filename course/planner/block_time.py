@@ -13,7 +13,7 @@ from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear
 from course.planner import collectives
 from course.planner.activation_memory import chunked, fused
-from course.planner.parameter_memory import expert_waits, uneven
+from course.planner.parameter_memory import expert_waits, normed_heads, uneven
 from course.planner.rank_workload import Moved, RankWorkload, linear_time
 
 # The slowdown of matmuls by a concurrent collective, over the collective's time. NCCL occupies up to 32 of 132 multiprocessors on
@@ -72,16 +72,18 @@ def forward_bytes(local: RankWorkload, mixture: bool = False) -> Moved:
     inner = local.tokens * inner_width(local, mixture)
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
     gates = 2 if isinstance(m, DiTConfig) else 0
-    turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
+    turn, normed = heads_to_turn(local), heads_to_norm(local)
     drop = 2 * rest if getattr(m, "dropout", 0.0) else 0.0
     if local.config.compile:
         return [("fused", size) for size in norm_bytes(local, False)] * 2 + [
-            ("fused", inner * (3 if swiglu else 2) * low), ("fused", turn * 2 * low), ("fused", drop * 2 * stream)]
+            ("fused", inner * (3 if swiglu else 2) * low), ("fused", turn * 2 * low), ("fused", normed * 2 * low),
+            ("fused", drop * 2 * stream)]
     cast = n if not local.p.overlapped else rest
     moved_bytes: Moved = [("norm", rest * 2 * wide), ("elementwise", rest * (2 * stream + low))] * 2
     moved_bytes += [("elementwise", cast * (wide + low) * (low < wide)),
                     ("elementwise", rest * (stream + wide) * (stream < wide))] * 2
     moved_bytes += [("elementwise", inner * (5 if swiglu else 2) * low), ("elementwise", turn * 30), ("elementwise", drop * 60)]
+    moved_bytes += [("norm", normed * 2 * wide), ("elementwise", normed * 2 * (low + wide) * (low < wide))]
     return moved_bytes + [("elementwise", rest * 4 * wide), ("elementwise", rest * (2 * wide + low))] * gates
 
 
@@ -96,7 +98,7 @@ def backward_bytes(local: RankWorkload, mixture: bool = False) -> Moved:
     qkv = local.tokens * block_linears(m)[0].n / local.p.tp
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
     gates = 2 if isinstance(m, DiTConfig) else 0
-    turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
+    turn, normed = heads_to_turn(local), heads_to_norm(local)
     own = "fused" if local.config.compile else "columns"                # the compiler fuses these kernels too
     ends = 2 if not fused(local.config) else 0 if isinstance(m, DiTConfig) else 1       # biases at the end of the branches
     middle = 0 if local.config.kernels == "triton" and not swiglu else inner * (2 if swiglu else 1)
@@ -105,13 +107,27 @@ def backward_bytes(local: RankWorkload, mixture: bool = False) -> Moved:
     if local.config.compile:
         moved_bytes: Moved = [("fused", size) for size in norm_bytes(local, True)] * 2
         moved = inner * (5 if swiglu else 3) * low
-        return moved_bytes + sums + [("fused", moved), ("fused", 2 * joined), ("fused", turn * 2 * low)]
+        return moved_bytes + sums + [("fused", moved), ("fused", 2 * joined), ("fused", turn * 2 * low),
+                                    ("fused", normed * 5 * low)]         # for the queries and keys, and for the weights
     cast = n if not local.p.overlapped else rest
     moved_bytes = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
              ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
     moved_bytes += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
-              ("shuffle", 2 * joined), ("shuffle", 2 * joined)]
+              ("shuffle", 2 * joined), ("shuffle", 2 * joined), ("norm_back", normed * 3 * wide), ("columns", normed * 2 * wide),
+              ("elementwise", normed * 2 * (low + wide) * (low < wide))]
     return moved_bytes + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * gates
+
+
+def heads_to_turn(local: RankWorkload) -> float:
+    """Numbers of queries and keys that rotary positions turn, as if keys had as many heads."""
+    rotary = isinstance(local.m, GPTConfig) and local.m.position == "rotary"
+    return 2 * local.tokens * local.m.attention_width / local.p.tp if rotary else 0.0
+
+
+def heads_to_norm(local: RankWorkload) -> float:
+    """Numbers of queries and keys that are normed."""
+    m = local.m
+    return local.tokens * (m.heads + m.groups) * m.head_width / local.p.tp if normed_heads(local.config) else 0.0
 
 
 def norm_bytes(local: RankWorkload, backward: bool) -> list[float]:
@@ -141,7 +157,7 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
     on the one before. all_to_all: exchange queries, keys and values before attention and the output after, in backward too.
     """
     m, p, c = local.m, local.p, local.config
-    causal, width = isinstance(m, GPTConfig), m.dim // m.heads
+    causal, width = isinstance(m, GPTConfig), m.head_width
     heads, T = local.micro * m.heads / p.tp, local.length
     backend = local.backend
     low = "bf16" if c.precision == "fp8" else c.precision
@@ -153,7 +169,7 @@ def attention_time(local: RankWorkload) -> tuple[float, float, float, float, flo
         return attend(heads, T, T, causal, False), attend(heads, T, T, causal, True), 0.0, 0.0, 0.0
     group, here = local.groups["cp"], T / p.cp
     shared = m.groups / m.heads if isinstance(m, GPTConfig) else 1.0    # key-value heads per query head
-    queries = local.low * local.tokens * m.dim / p.tp                   # bytes
+    queries = local.low * local.tokens * m.attention_width / p.tp       # bytes
     pair = 2 * shared * queries
     if local.context == "all_to_all":
         there = collectives.all_to_all(queries + pair, group) + collectives.all_to_all(queries, group)

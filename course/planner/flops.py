@@ -96,13 +96,16 @@ def source_terms(c: DiTConfig, last: Literal["h", "l"] = "h") -> dict[str, float
 def forward_blocks(c: ModelConfig) -> int:
     """FLOPs of all blocks, forward, for one sample.
 
-    GPT: a gated MLP has three linears of D·M, not two; keys and values take D·D·kv_heads / heads each. DiT: 2·D·6·D for the
-    modulation, once per sample. Experts: a block with them has the router, top_k experts and the shared ones for an MLP.
+    GPT: a gated MLP has three linears of D·M, not two; queries and output take D·heads·head_dim each, keys and values
+    D·kv_heads·head_dim. DiT: 2·D·6·D for the modulation, once per sample. Experts: a block with them has the router, top_k
+    experts and the shared ones for an MLP.
     """
+    H = c.attention_width
     gates = 2 * c.tokens * c.dim * c.hidden if isinstance(c, GPTConfig) and c.mlp == "swiglu" else 0
-    shared = 2 * c.tokens * 2 * c.dim * (c.dim - c.groups * (c.dim // c.heads))     # heads that keys and values lack
+    heads = 2 * c.tokens * 2 * c.dim * (H + c.groups * c.head_width - 2 * c.dim)        # less, if keys and values have few
+    heads += 4 * c.tokens * c.tokens * (H - c.dim)
     conditions = 2 * c.dim * 6 * c.dim if isinstance(c, DiTConfig) else 0
-    return blocks(c.tokens, c.dim, c.hidden, c.depth) + c.depth * (gates - shared + conditions) + more_by_experts(c)
+    return blocks(c.tokens, c.dim, c.hidden, c.depth) + c.depth * (gates + heads + conditions) + more_by_experts(c)
 
 
 def more_by_experts(c: ModelConfig) -> int:
@@ -128,8 +131,8 @@ def mlp_matrices(c: GPTConfig) -> int:
 def executed(c: Config, samples: int) -> int:
     """FLOPs of the matmuls that one training step executes: those of `step`, and recomputed ones.
 
-    - Fused attention keeps no scores: its backward recomputes queries times keys, 2·T²·D per block. Only attention=math keeps
-      them.
+    - Fused attention keeps no scores: its backward recomputes queries times keys, 2·T²·H per block, where H is the width of all
+      query heads. Only attention=math keeps them.
     - train.recompute=full recomputes each block's forward pass, up to the last output that backward needs. `selective` keeps the
       outputs of all matmuls, so none is recomputed (except those overlapped with communication: parallel.overlap).
 
@@ -137,7 +140,7 @@ def executed(c: Config, samples: int) -> int:
     """
     m = c.model
     tokens = m.tokens
-    again = 0 if c.attention == "math" else m.depth * 2 * tokens * tokens * m.dim
+    again = 0 if c.attention == "math" else m.depth * 2 * tokens * tokens * m.attention_width
     if c.train.recompute == "full":
         again += forward_blocks(m) - spared(c)
     return step(m, samples) + samples * again

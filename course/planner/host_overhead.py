@@ -79,10 +79,11 @@ SETTINGS = {
     "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=PLAIN, gpus=2)}
 # settings that no table has so far, estimated: a block with experts calls about 110 operators instead of 52, and 22 more with a
-# shared expert, at the cost of the dense block's; an all-to-all of ep costs as much as an all-reduce of tp
-ESTIMATED = {"experts": Cost(block=0.74), "shared": Cost(block=0.28), "ep": Cost(block=0.67)}
+# shared expert, at the cost of the dense block's; norms of queries and keys call 12; an all-to-all of ep costs as much as an
+# all-reduce of tp
+ESTIMATED = {"experts": Cost(block=0.74), "shared": Cost(block=0.28), "qk_norm": Cost(block=0.15), "ep": Cost(block=0.67)}
 STEP = ("dp", "zero", "pp")                          # cost the same for eager and compiled blocks
-FUSED = ("tf32", "rotary", "swiglu", "rms")          # add no launches to compiled blocks
+FUSED = ("tf32", "rotary", "swiglu", "rms", "qk_norm")          # add no launches to compiled blocks
 # factors for a setting not measured with recomputation: half its cost is the forward pass, which runs again fully or in part
 AGAIN = {"none": 1.0, "selective": 1.25, "full": 1.5}
 
@@ -135,6 +136,8 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
         yield config.precision, 1.0
     if isinstance(m, GPTConfig):
         yield from ((name, 1.0) for name in (m.position, m.mlp, m.norm) if name in SETTINGS)
+        if m.qk_norm:
+            yield "qk_norm", 1.0
         if m.experts:
             share = m.depth // m.moe_every / m.depth
             yield "experts", share

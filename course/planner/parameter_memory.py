@@ -103,7 +103,7 @@ def hidden(c: Config) -> int:
 def widths(c: Config) -> tuple[int, int]:
     """(features of the queries, of keys and values together) on a rank."""
     m = c.model
-    return m.dim // c.parallel.tp, 2 * m.groups * (m.dim // m.heads) // c.parallel.tp
+    return m.attention_width // c.parallel.tp, 2 * m.groups * m.head_width // c.parallel.tp
 
 
 def patch(c: Config) -> int:
@@ -123,12 +123,22 @@ def norm_weights(c: Config) -> int:
     return 0 if isinstance(m, DiTConfig) else m.dim if isinstance(m, GPTConfig) and m.norm == "rms" else 2 * m.dim
 
 
+def head_norm_weights(c: Config) -> int:
+    """Number of parameters of the norms of a block's queries and keys, which tp does not cut."""
+    return 2 * c.model.head_width if normed_heads(c) else 0
+
+
+def normed_heads(c: Config) -> bool:
+    """Whether queries and keys are normed."""
+    return isinstance(c.model, GPTConfig) and c.model.qk_norm
+
+
 def block_weights(c: Config, mixture: bool = False) -> tuple[int, int]:
     """(weights of a block's linears, weights of its modulation or experts, which FP8 leaves in 16 bits) on a rank, all divided by
     tp. mixture: of a block with experts.
 
-    D·(D + K) for queries, keys and values, with K features of keys and values; D² for the output; 2·D·M for the MLP (3 with
-    gates), or for the shared experts. Modulation: 6·D² for DiT."""
+    D·(H + K) for queries, keys and values, with H features of queries and K of keys and values; H·D for the output; 2·D·M for
+    the MLP (3 with gates), or for the shared experts. Modulation: 6·D² for DiT."""
     D, (q, kv), M = c.model.dim, widths(c), shared_hidden(c) if mixture else hidden(c)
     return D * (q + kv) + q * D + (gated(c) + 1) * D * M, expert_weights(c) if mixture else D * modulation(c, 6)
 
@@ -176,7 +186,7 @@ def modulation(c: Config, numbers: int) -> int:
 
 
 def block_parameters(c: Config, mixture: bool = False) -> int:
-    """Number of parameters of a block on a rank: weights, biases, two norms, and a router with experts."""
+    """Number of parameters of a block on a rank: weights, biases, two norms, those of heads, and a router with experts."""
     D, (q, kv), router = c.model.dim, widths(c), 0
     biases = q + kv + D + gated(c) * hidden(c) + D + modulation(c, 6)
     if mixture:
@@ -184,7 +194,7 @@ def block_parameters(c: Config, mixture: bool = False) -> int:
         router = c.model.experts * (D + (c.model.balance_rate > 0))
         biases = q + kv + D + (gated(c) * shared_hidden(c) + D) * (c.model.shared_experts > 0)
     has = c.model.bias if isinstance(c.model, GPTConfig) else True
-    return sum(block_weights(c, mixture)) + router + biases * has + 2 * norm_weights(c)
+    return sum(block_weights(c, mixture)) + router + biases * has + 2 * norm_weights(c) + head_norm_weights(c)
 
 
 def embedding(c: Config) -> tuple[int, int]:

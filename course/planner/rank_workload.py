@@ -134,9 +134,9 @@ class RankWorkload:
     def packed(self) -> bool:
         """Whether attention on a GPU uses the packed Triton kernel (`course/ops/packed_attention.py`), as in `fuse_blocks`."""
         c, m = self.config, self.m
-        own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads)
+        own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads and not m.qk_norm)
         return (c.kernels == "triton" and c.attention == "default" and c.precision in LOW_PRECISION and own and c.parallel.cp == 1
-                and supports_head_dim(m.dim // m.heads))
+                and supports_head_dim(m.head_width))
 
     @property
     def bias(self) -> bool:

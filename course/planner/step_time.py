@@ -26,6 +26,7 @@ from course.planner.parameter_memory import (
     block_weights,
     expert_waits,
     expert_weights,
+    head_norm_weights,
     small_weights,
 )
 from course.planner.rank_workload import RankWorkload, workload_of
@@ -301,13 +302,13 @@ def sharded_time(local: RankWorkload, weights: float, small: float, backward: fl
 def partial_time(local: RankWorkload, layers: int) -> float:
     """Seconds of the all-reduces that complete partial gradients, after the backward pass.
 
-    Sequence parallelism: the gradients of norms and of row linears' biases. Pipelines: those of a tied token embedding, which
-    the first and the last stage share.
+    Sequence parallelism: the gradients of norms and of row linears' biases. Tensor parallelism: those of heads' norms. Pipelines:
+    those of a tied token embedding, which the first and the last stage share.
     """
     m, p = local.m, local.p
     seconds = 0.0
-    if p.tp > 1 and p.sp:
-        each = (2 if isinstance(m, DiTConfig) else 6) * m.dim
+    each = (2 if isinstance(m, DiTConfig) else 6) * m.dim * p.sp + head_norm_weights(local.config)
+    if p.tp > 1 and each:
         seconds += collectives.all_reduce(local.gradient * layers * each, local.groups["tp"])
     if p.pp > 1 and isinstance(m, GPTConfig) and m.tied:
         seconds += collectives.all_reduce(local.gradient * m.vocab / p.tp * m.dim, local.groups["ends"])

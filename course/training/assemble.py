@@ -53,7 +53,7 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     they are. Fused operators come before anything wraps the blocks, and compilation comes last, except within checkpoints.
     """
     set_matmul_precision(config.precision)
-    attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
+    attention.set_attention_backend(config.attention, config.model.head_width, config.precision, mesh.world.device)
     model = build_model(config.model, config.train.seed)
     scaling = native.convert(model, config, mesh)
     parallel = replace(config.parallel, context=context_method(config))

@@ -93,7 +93,8 @@ def fuse_blocks(model: Model, attention: bool = True) -> Model:
     """Fuse the blocks of a model, after it is cut and before they are compiled or checkpointed. Returns the model.
 
     Other kinds of blocks and MLPs, and blocks with other norms than LayerNorm, stay as they are. So does attention unless
-    `attention` is true; also attention over split samples, with rotary positions, shared keys or an unsupported head size.
+    `attention` is true; also attention over split samples, with rotary positions, shared or normed keys, or an unsupported head
+    size.
     """
     turned = isinstance(model, gpt.GPT) and model.c.position == "rotary"
     for module in [*model.blocks.modules()]:
@@ -121,8 +122,9 @@ def fuse(module: nn.Module) -> None:
 
 
 def can_pack(attn: layers.Attention | layers.GroupedAttention) -> bool:
-    """Whether attention sees all tokens of a sample, each head has its own keys, and the head size is supported."""
-    own = type(attn) is layers.Attention or (type(attn) is layers.GroupedAttention and attn.group == 1)
+    """Whether attention sees all tokens of a sample, each head has its own keys, not normed, and the head size is supported."""
+    grouped = isinstance(attn, layers.GroupedAttention) and (attn.group > 1 or attn.q_norm is not None)
+    own = type(attn) in (layers.Attention, layers.GroupedAttention) and not grouped
     return own and type(attn.core) is layers.Attend and supports_head_dim(attn.head_dim)
 
 

@@ -462,7 +462,7 @@ def layer(w, x, c, rows, causal):
     def linear(x, name, dot="."):
         return F.linear(x, w[f"{name}{dot}weight"], w.get(f"{name}{dot}bias"))
 
-    attention, (B, T, D), d = "self_attention.layernorm_qkv", x.shape, c.dim // c.heads
+    attention, (B, T, _), d = "self_attention.layernorm_qkv", x.shape, c.head_width
     g = getattr(c, "groups", c.heads)
     G = c.heads // g
     y = norm(attention, x)
@@ -480,7 +480,7 @@ def layer(w, x, c, rows, causal):
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / d**0.5
     if causal:
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-    x = x + linear(torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(B, T, D), "self_attention.proj")
+    x = x + linear(torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2), "self_attention.proj")
     y = linear(norm("layernorm_mlp", x), "layernorm_mlp.fc1", "_")
     y = F.silu(y[..., :y.shape[-1] // 2]) * y[..., y.shape[-1] // 2:] if getattr(c, "mlp", "") == "swiglu" else F.gelu(
         y, approximate="tanh" if getattr(c, "mlp", "gelu") == "gelu_tanh" else "none")
@@ -495,7 +495,7 @@ def blocks_of_ours(run, x):
     if getattr(c, "position", "") == "rotary":
         from course.models.layers import rope_cos_sin
 
-        batch["rope"] = rope_cos_sin(batch["seen"][0], c.dim // c.heads, c.rope_theta, torch.float64)
+        batch["rope"] = rope_cos_sin(batch["seen"][0], c.head_width, c.rope_theta, torch.float64)
     for block in model.blocks.values():
         x = block(x, batch)
     return x.detach()
@@ -503,6 +503,7 @@ def blocks_of_ours(run, x):
 
 MODELS = {"gpt": ("gpt-demo", [*GPT, "model.mlp=gelu_tanh"]), "llama": ("gpt-demo", [*GPT, *LLAMA]),
           "grouped biased": ("gpt-demo", [*GPT, "model.kv_heads=1"]),
+          "wide heads": ("gpt-demo", [*GPT, *LLAMA, "model.head_dim=12"]),
           "vit": ("vit-demo", ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2",
                                "model.heads=2"])}
 
@@ -734,6 +735,12 @@ def test_what_cannot_be_converted_is_a_sentence(given, words, tmp_path):
     with pytest.raises(CourseError, match=words):
         convert(run, tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_normed_heads_are_no_layers_of_transformer_engine(tmp_path):
+    run = fresh(tmp_path, "llama", "model.qk_norm=true")
+    with pytest.raises(CourseError, match=r"model.qk_norm=true norms queries and keys.*--to hf"):
+        convert(run, tmp_path / "te.safetensors", to="te")
 
 
 def test_other_sources_are_a_sentence(tmp_path):

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Mixtral of `transformers`, randomly initialized: the same logits here, and back there."""
+"""GPT-2, Llama, Mixtral, Qwen3 and Qwen3-MoE of `transformers`, randomly initialized: the same logits here, and back there."""
 
 import json
 import math
@@ -32,7 +32,21 @@ CASES = {"gpt2": {}, "gpt2 upcast": {"reorder_and_upcast_attn": True},
                                            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
          "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
          "mixtral of 3": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 3,
-                          "tie_word_embeddings": True}}
+                          "tie_word_embeddings": True},
+         "llama of narrow heads": {"num_key_value_heads": 2, "head_dim": 4},
+         "qwen3": {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8, "rms_norm_eps": 1e-3},
+         "qwen3 moe": {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3,
+                       "decoder_sparse_step": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "rms_norm_eps": 1e-3},
+         "qwen3 moe of one": {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+                              "tie_word_embeddings": True},
+         "qwen3 moe not normed": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+                                  "moe_intermediate_size": 16}}
+FAMILIES = {"mixtral": "Mixtral", "llama": "Llama", "qwen3 moe": "Qwen3Moe", "qwen3": "Qwen3"}      # the first that fits
+
+
+def family(case):
+    """The name of its classes, and of its module."""
+    return next((name, start.replace(" ", "_")) for start, name in FAMILIES.items() if case.startswith(start))
 
 
 def theirs(case):
@@ -40,10 +54,10 @@ def theirs(case):
     torch.manual_seed(0)
     if case.startswith("gpt2"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **CASES[case]))
-    elif case.startswith("mixtral"):
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**(LLAMA | CASES[case])))
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | CASES[case])))
+        name, _ = family(case)
+        settings = getattr(transformers, f"{name}Config")(**(LLAMA | CASES[case]))
+        model = getattr(transformers, f"{name}ForCausalLM")(settings)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
@@ -57,7 +71,8 @@ def exact_norm(module, x):
 
 def exact_angles(module, x, position_ids):
     """The same of its cosines and sines."""
-    rope, d = module.config.rope_parameters, module.config.hidden_size // module.config.num_attention_heads
+    rope, c = module.config.rope_parameters, module.config
+    d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     speed = 1 / rope["rope_theta"] ** (torch.arange(0, d, 2).double() / d)
     if rope["rope_type"] == "llama3":
         length, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
@@ -104,11 +119,12 @@ def test_logits_are_equal(case, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(huggingface.read(tmp_path), TOKENS), of_theirs(model, TOKENS), rtol=1e-5, atol=1e-5)
-    family, off = "llama", 1e-12
-    if case.startswith("mixtral"):                   # its router's softmax is in float32, and its fast experts have no float64
-        family, off = "mixtral", 2e-6
+    name, module = ("Llama", "llama") if case.startswith("gpt2") else family(case)
+    off = 1e-12
+    if "experts" in " ".join(CASES[case]):           # their router's softmax is in float32; their fast experts have no float64
+        off = 2e-6
         model.set_experts_implementation("eager")
-    parts = f"transformers.models.{family}.modeling_{family}.{family.capitalize()}"
+    parts = f"transformers.models.{module}.modeling_{module}.{name}"
     with mock.patch(f"{parts}RotaryEmbedding.forward", exact_angles), mock.patch(f"{parts}RMSNorm.forward", exact_norm):
         expected = of_theirs(model.double(), TOKENS)
     torch.testing.assert_close(logits(huggingface.read(tmp_path, torch.float64), TOKENS), expected, rtol=off, atol=off)
@@ -163,7 +179,8 @@ def in_layout(folder, overrides):
 
 
 @pytest.mark.parametrize(("case", "layout"), [("llama", "parallel.tp=2"), ("llama", "parallel.pp=2"),
-                                              ("mixtral", "parallel.dp=2 parallel.ep=2")])
+                                              ("mixtral", "parallel.dp=2 parallel.ep=2"),
+                                              ("qwen3 moe", "parallel.dp=2 parallel.ep=2"), ("qwen3 moe", "parallel.tp=2")])
 def test_each_rank_takes_its_boxes(case, layout, tmp_path):
     theirs(case).save_pretrained(tmp_path)
     whole = {where.name: (p, where) for p, where in serial_placements(huggingface.read(tmp_path)).items()}
@@ -224,18 +241,44 @@ def saved(case, folder):
     ("llama", {"num_attention_heads": 10**400}, "num_attention_heads=10+"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads=0"), ("llama", {"hidden_size": "32"}, "hidden_size=32"),
     ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
-    ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"head_dim": 16}, "of which no blocks.0.attn.qkv.weight can be made"), ("llama", {"head_dim": 0}, "head_dim=0"),
+    ("llama", {"head_dim": 7}, "heads of 7 have an odd one: change model.head_dim"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"), ("mixtral", {"num_experts_per_tok": 5}, "top_k=5"),
     ("mixtral", {"sliding_window": 8}, "sliding_window=8"), ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ("mixtral", {"num_local_experts": 5}, r"mlp.router.weight as \[4, 32\]"),
-    ("mixtral", {"num_local_experts": 3}, "tensors that a mixtral of its config.json does not have")])
+    ("mixtral", {"num_local_experts": 3}, "tensors that a mixtral of its config.json does not have"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*supports only full_attention"),
+    ("qwen3", {"head_dim": None}, "of which no blocks.0.attn.qkv.weight can be made"),     # 128, as in transformers
+    ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+    ("qwen3", {"model_type": "llama"}, r"4 tensors that a llama .* such as model.layers.0.self_attn.k_norm.weight"),
+    ("qwen3 moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen3 moe", {"num_local_experts": None}, "lacks num_experts"),
+    ("qwen3 moe", {"decoder_sparse_step": 0}, "moe_every=0"), ("qwen3 moe", {"decoder_sparse_step": 3}, "no block has experts"),
+    ("qwen3 moe", {"decoder_sparse_step": 1}, "3 tensors that a qwen3_moe of its config.json does not have"),
+    ("qwen3 moe", {"norm_topk_prob": "maybe"}, "norm_topk=maybe"), ("qwen3 moe", {"moe_intermediate_size": 20}, "experts.up as"),
+    ("qwen3 moe of one", {"norm_topk_prob": True}, "num_experts_per_tok=1.* supports only 2 or more with norm_topk_prob=True")])
 def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):
     file = saved(case, tmp_path) / "config.json"
     values = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in values.items() if value is not None or key not in change}))
     with pytest.raises(CourseError, match=words):
         huggingface.read(tmp_path)
+
+
+def test_a_qwen3_moe_is_read_as_it_was_published(tmp_path):
+    """Its number of experts has another name in files of `transformers` 5; and it names a window that no layer uses."""
+    file = saved("qwen3 moe", tmp_path) / "config.json"
+    expected, values = logits(huggingface.read(tmp_path), TOKENS), json.loads(file.read_text())
+    published = {"num_experts": values.pop("num_local_experts"), "sliding_window": 8, "mlp_only_layers": None}
+    file.write_text(json.dumps(values | published))
+    assert torch.equal(logits(huggingface.read(tmp_path), TOKENS), expected)
+    said = huggingface.config_for(huggingface.read(tmp_path).c)
+    assert "num_local_experts" not in said
+    assert (said["num_experts"], said["moe_intermediate_size"], said["head_dim"]) == (6, 16, 12)
 
 
 def test_weights_that_are_not_transposed_are_a_sentence(tmp_path):
@@ -308,6 +351,7 @@ def test_parts_that_are_not_what_their_index_says_are_a_sentence(ending, tmp_pat
 
 
 def test_a_model_of_neither_kind_is_a_sentence():
-    for c in (GPTConfig(norm="rms"), GPTConfig(experts=4)):
-        with pytest.raises(CourseError, match=r"neither a GPT-2 .* nor a Llama .* nor a Mixtral"):
+    for c in (GPTConfig(norm="rms"), GPTConfig(experts=4), GPTConfig(qk_norm=True), GPTConfig(head_dim=32),
+              GPTConfig(norm="rms", mlp="swiglu", position="rotary", bias=False, experts=4, norm_topk=False)):
+        with pytest.raises(CourseError, match=r"neither a GPT-2 .* nor a Llama .* nor a Mixtral .* nor a Qwen3"):
             huggingface.kind_of(c)

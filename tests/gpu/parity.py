@@ -23,7 +23,8 @@ from course.training import verify
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"],
-         "gpt-moe-demo": ["model.dim=64", "model.depth=3", "model.heads=4", "model.vocab=512", "model.context=126"]}
+         "gpt-moe-demo": ["model.dim=64", "model.depth=3", "model.heads=4", "model.vocab=512", "model.context=126",
+                          "model.head_dim=32", "model.qk_norm=true"]}
 MUON = ("dp bucketed", "dp zero", "dp zero 2", "dp zero 3", "sp nccl", "pp 1f1b", "dp zero, in a graph", "dp zero 3, in a graph",
         "sp nccl, in a graph", "dp zero 3, compiled")
 SMALL_BATCH = overlapped_linear.SMALL

@@ -13,7 +13,8 @@ from course.ranks.notebook_ranks import ranks
 from course.training.assemble import assemble
 from course.utils.errors import CourseError
 
-KINDS = {"gpt2": {}, "llama": {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "position": "rotary", "bias": False, "tied": False}}
+LLAMA = {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "position": "rotary", "bias": False, "tied": False}
+KINDS = {"gpt2": {}, "llama": LLAMA, "qwen": {**LLAMA, "head_dim": 12, "qk_norm": True, "experts": 4, "expert_width": 16}}
 
 
 def make(kind="gpt2"):

@@ -97,9 +97,10 @@ def test_all_models_have_it(kind):
     assert packed(*SMALL[kind])
 
 
-@pytest.mark.parametrize("setting", ["model.position=rotary", "model.kv_heads=1", "model.dim=256", "model.dim=24"])
+@pytest.mark.parametrize("setting", ["model.position=rotary", "model.kv_heads=1", "model.dim=256", "model.dim=24",
+                                     "model.qk_norm=true"])
 def test_attention_of_another_kind_stays_as_it_is(setting):
-    """Turned queries, shared keys, heads of 128, for which PyTorch's is faster, and of 12, which the kernels do not take."""
+    """Turned or normed queries, shared keys, heads of 128, for which PyTorch's is faster, and of 12, which no kernel takes."""
     assert not packed(*SMALL["gpt"], setting)
 
 

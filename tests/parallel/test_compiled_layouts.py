@@ -75,7 +75,8 @@ def two_steps(kind: str, overrides: list[str]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "spec", "more"), [
     *((kind, spec, "") for kind, spec in [*LAYOUTS, *OTHERS]), ("gpt", "tp=2 sp=true", "kernels=triton model.mlp=gelu_tanh"),
-    ("dit", "tp=2 sp=true", "kernels=triton"), ("dit", "tp=2", "kernels=triton")])
+    ("dit", "tp=2 sp=true", "kernels=triton"), ("dit", "tp=2", "kernels=triton"),
+    ("llama", "tp=2", "model.qk_norm=true model.head_dim=6")])
 def test_compiled_is_equal_and_leaves_the_compiler_only_where_declared(kind, spec, more):
     size, overrides = layout(spec)
     declared: Any = BOUNDARIES.get((kind, spec), set()) | ({"chunked_loss"} if kind in ("gpt", "llama") else set())

@@ -16,10 +16,14 @@ SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16
 # grouped heads: two of keys and values, for two queries each; and an MLP whose width is no multiple of the model's
 LLAMA = ["model.kv_heads=2", "model.norm=rms", "model.mlp=swiglu", "model.mlp_width=24", "model.position=rotary",
          "model.bias=false", "model.tied=false", "model.loss_chunk=20"]
+# fine-grained experts in one of two blocks, heads that are wider together than the model, normed queries and keys
+QWEN = [*LLAMA, "model.head_dim=6", "model.qk_norm=true", "model.experts=4", "model.expert_width=8", "model.moe_every=2",
+        "model.norm_topk=false"]
 # each model's preset, and what makes it small: 11 tokens and 9 patches divide by nothing
 MODELS = {"vit": ("vit-demo", SMALL),
           "gpt": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:]]),
           "llama": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], *LLAMA]),
+          "qwen": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], *QWEN]),
           "moe": ("gpt-moe-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], "model.experts=4",
                                    "model.expert_width=12", "model.moe_every=2", "model.balance_loss=0.1", "model.z_loss=0.01"]),
           "dit": ("dit-demo", ["model.latent=[3,6,6]", "model.classes=4", *SMALL[3:6], *SMALL[7:]])}
@@ -31,7 +35,7 @@ def draw(kind: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    if kind in ("gpt", "llama", "moe"):
+    if kind in ("gpt", "llama", "qwen", "moe"):
         return {"tokens": torch.randint(24, (8, 12), generator=generator)}
     if kind == "dit":
         return {"latent": normal(8, 3, 6, 6), "label": torch.randint(4, (8,), generator=generator)}
@@ -185,6 +189,16 @@ def test_parity_of_llama(spec, extra):
     assert_equal_to_serial(*layout(spec), extra, "llama")
 
 
+@pytest.mark.parametrize(("spec", "extra"), [
+    *(pytest.param(spec, (), marks=[] if spec == "tp=2" else pytest.mark.slow)
+      for spec in ("tp=2", "dp=2 tp=2 ep=2", "cp=2 tp=2 sp=true", "cp=2 context=all_to_all", "cp=2 context=gather",
+                   f"pp=2 tp=2 {INTERLEAVED}", f"dp=2 tp=2 ep=2 {ZEROS}", "dp=2 tp=2 sp=true ep=2 zero=3")),
+    *(pytest.param("dp=2 tp=2 zero=2", (f"train.recompute={how}",), marks=pytest.mark.slow) for how in ("full", "selective"))])
+def test_parity_of_qwen(spec, extra):
+    """The norms of heads have partial gradients with tp, with sequence parallelism and without."""
+    assert_equal_to_serial(*layout(spec), extra, "qwen")
+
+
 @pytest.mark.parametrize(("kind", "spec"), [
     pytest.param(kind, spec, marks=[] if spec == "tp=2 sp=true" and kind == "dit" else pytest.mark.slow)
     for kind in ("vit", "gpt", "dit")
@@ -237,6 +251,8 @@ MUTATIONS = {
     "tied weights of two stages not added": ("course.parallel.data_parallel.gradients.add_partial_gradients",
                                              lambda *_: None,
                                              "pp=2 micro=2", "gpt"),
+    "norms of heads see their own heads alone": ("course.parallel.data_parallel.gradients.add_partial_gradients",
+                                                 lambda *_: None, "tp=2", "qwen"),
     "norms see their own tokens alone, in buckets": ("course.parallel.data_parallel.gradients.reduce_partial", lambda bucket,
                                                      parts: None,
                                                      "tp=2 dp=2 sp=true", "vit"),

@@ -75,6 +75,16 @@ def test_delayed_scaling_of_other_models(kind, spec):
         assert loss < 1e-10 and amax < 1e-6 and parameters < 1e-10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2 sp=true"])
+def test_delayed_scaling_of_normed_heads(spec):
+    wide = ["model.head_dim=16", "model.mlp_width=64"]                  # FP8 takes multiples of 16
+    reference = serial(*wide, kind="qwen")
+    for result in ranks(layout(spec)[0])(train, [*layout(spec)[1], *wide], "qwen"):
+        loss, amax, parameters = gaps(result, reference)
+        assert loss < 1e-10 and amax < 1e-6 and parameters < 1e-10
+
+
 @pytest.mark.parametrize("spec", ["tp=2", *slow(["tp=2 sp=true"])])
 def test_current_scaling_over_tp_is_that_of_one_process(spec):
     """A tensor that tp cuts has one scale: its amax is reduced over tp at once."""

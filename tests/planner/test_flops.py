@@ -22,6 +22,8 @@ MODELS = [
     GPTConfig(vocab=40, context=8, dim=32, depth=2, heads=4, kv_heads=2, mlp="swiglu", mlp_width=24, norm="rms", bias=False,
               position="rotary"),
     GPTConfig(vocab=40, context=8, dim=32, depth=2, heads=4, kv_heads=1, mlp="swiglu", position="rotary", loss_chunk=10),
+    GPTConfig(vocab=40, context=8, dim=32, depth=2, heads=4, kv_heads=2, head_dim=12, qk_norm=True, norm="rms",
+              position="rotary"),
     DiTConfig(latent=(3, 8, 4), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5),
     DiTConfig(latent=(4, 8, 8), patch=4, dim=32, depth=3, heads=4, objective="flow"),
 ]

@@ -66,6 +66,8 @@ def test_a_configuration_pays_for_what_it_is_set_to():
     assert blocks_of([]) == pytest.approx(2e5)
     assert blocks_of(["train.recompute=full"]) == pytest.approx(2e5 + 200)
     assert blocks_of(["model.position=rotary", "model.norm=rms"]) == pytest.approx(2e5 + bit("rotary") + bit("rms"))
+    assert blocks_of(["model.qk_norm=true"]) > blocks_of([]) == blocks_of(["model.head_dim=16"])
+    assert blocks_of(["model.qk_norm=true", "compile=true"]) == blocks_of(["compile=true"])
     assert blocks_of(["precision=fp8"], "vit-mp") == pytest.approx(1e5 + bit("fp8"))
     assert blocks_of(["parallel.tp=2", "parallel.sp=true"]) == pytest.approx(2e5 + bit("nccl"))
     assert blocks_of(["parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"]) == pytest.approx(2e5 + bit("sp"))

@@ -37,6 +37,7 @@ SMALL = {"vit": ("vit-short", ["data.source=mock", "model.grid=[32,64]", "model.
                               "train.global_batch=8"])}
 LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.position=rotary", "model.bias=false", "model.tied=false",
          "model.kv_heads=2", "model.mlp_width=160"]
+QWEN = [*LLAMA, "model.head_dim=24", "model.qk_norm=true"]
 
 
 def small(kind: str, *settings: str) -> Config:
@@ -53,11 +54,11 @@ EXPERTS = ["", "dp=2 ep=2", "dp=2 cp=2 ep=4", "pp=2 dp=2 tp=2 sp=true ep=2", "pp
 SPARSE = [*LLAMA, "model.bias=true", "model.moe_every=3", "model.shared_experts=2", "model.balance_rate=0.1"]
 
 
-@pytest.mark.parametrize(("kind", "spec"), [*product(["vit", "reference", "gpt", "dit", "llama"], LAYOUTS),
+@pytest.mark.parametrize(("kind", "spec"), [*product(["vit", "reference", "gpt", "dit", "llama", "qwen"], LAYOUTS),
                                             *product(["moe", "sparse"], EXPERTS)])
 def test_every_parameter_of_every_stage_is_counted(kind, spec):
-    more = {"llama": LLAMA, "reference": ["model.head_bias=false"], "sparse": SPARSE}.get(kind, [])
-    kind = {"llama": "gpt", "reference": "vit", "sparse": "moe"}.get(kind, kind)
+    more = {"llama": LLAMA, "qwen": QWEN, "reference": ["model.head_bias=false"], "sparse": SPARSE}.get(kind, [])
+    kind = {"llama": "gpt", "qwen": "gpt", "reference": "vit", "sparse": "moe"}.get(kind, kind)
     c = small(kind, *more, *(f"parallel.{key}" for key in spec.split()))
     p = c.parallel
     c = replace(c, parallel=replace(p, dp=max(p.dp, 1)))
@@ -76,6 +77,23 @@ def test_every_parameter_of_every_stage_is_counted(kind, spec):
 def as_on_a_gpu(x, shape, weight=None, bias=None, eps=1e-5):
     """F.layer_norm as autocast has it on GPUs, in float32; on CPUs it leaves the format alone."""
     return torch.layer_norm(x.float(), shape, weight, bias, eps)
+
+
+class RMSNormAsOnAGPU(torch.autograd.Function):
+    """F.rms_norm, which keeps its input and a number for each row on GPUs; CPUs compute it in steps and keep their results."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps):
+        ctx.shape, ctx.eps = shape, eps
+        ctx.save_for_backward(x, weight, x.square().mean(-1))
+        return torch.rms_norm(x, shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = (one.detach().requires_grad_() for one in ctx.saved_tensors[:2])
+        with torch.enable_grad():
+            dx, dw = torch.autograd.grad(torch.rms_norm(x, ctx.shape, weight, ctx.eps), (x, weight), grad)
+        return dx, None, dw, None
 
 
 def kept_by(c: Config) -> float:
@@ -106,11 +124,15 @@ def kept_by(c: Config) -> float:
 EAGER = [(kind, precision) for kind in ("vit", "gpt", "moe", "dit") for precision in ("fp32", "bf16", "fp8")]
 
 
-@pytest.mark.parametrize(("kind", "precision"), EAGER)
-def test_an_eager_block_keeps_what_is_predicted(kind, precision):
-    c = small(kind, f"precision={precision}", "fp8.recipe=current")
+@pytest.mark.parametrize(("kind", "precision", "more"), [
+    *((*case, ()) for case in EAGER),
+    *(("gpt", precision, more) for precision in ("fp32", "bf16")
+      for more in (QWEN, [*QWEN, "model.kv_heads=4"], ["model.qk_norm=true"]))])
+def test_an_eager_block_keeps_what_is_predicted(kind, precision, more):
+    c = small(kind, f"precision={precision}", "fp8.recipe=current", *more)
     rank = rank_of(c)
-    with mock.patch("torch.nn.functional.layer_norm", as_on_a_gpu if precision != "fp32" else F.layer_norm):
+    with (mock.patch("torch.nn.functional.layer_norm", as_on_a_gpu if precision != "fp32" else F.layer_norm),
+          mock.patch("torch.nn.functional.rms_norm", RMSNormAsOnAGPU.apply)):
         found = kept_by(c)
     predicted = activation_memory.kept(rank) + parameter_memory.copies(rank, 1)
     assert predicted == pytest.approx(found, rel=0.02)              # norms' statistics, biases' casts, DiT's SiLU
@@ -122,6 +144,7 @@ def compile_by_partitioner(module: torch.nn.Module) -> None:
 
 
 COMPILED = [("vit", ""), ("vit", "stream=narrow"), ("vit", "precision=fp32"), ("gpt", "stream=narrow"), ("gpt", "swiglu"),
+            ("gpt", "qwen"),
             ("dit", ""), ("gpt", "stream=narrow precision=fp8 fp8.recipe=current"), ("vit", "train.recompute=selective"),
             ("gpt", "stream=narrow train.recompute=selective"), ("gpt", "train.recompute=full"),
             ("dit", "train.recompute=selective"), ("moe", "")]
@@ -130,7 +153,7 @@ COMPILED = [("vit", ""), ("vit", "stream=narrow"), ("vit", "precision=fp32"), ("
 @pytest.mark.parametrize(("kind", "spec"), COMPILED)
 def test_a_compiled_block_keeps_what_is_predicted(kind, spec):
     torch._dynamo.reset()
-    settings = [*LLAMA, "stream=narrow"] if spec == "swiglu" else spec.split()
+    settings = [*{"swiglu": LLAMA, "qwen": QWEN}[spec], "stream=narrow"] if spec in ("swiglu", "qwen") else spec.split()
     c = small(kind, "precision=bf16", "compile=true", *settings)
     rank = rank_of(c)
     with mock.patch("torch.nn.Module.compile", compile_by_partitioner):

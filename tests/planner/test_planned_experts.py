@@ -7,7 +7,7 @@ import pytest
 from course.cli import plan, presets
 from course.config import load
 from course.config.validation import refusal
-from course.planner import activation_memory, collectives, experts_time, flops, hardware, memory, step_time
+from course.planner import activation_memory, block_time, collectives, experts_time, flops, hardware, memory, step_time
 from course.planner.rank_workload import workload_of
 from course.planner.search import find_layouts
 from course.utils.errors import CourseError
@@ -31,6 +31,22 @@ def test_mixtral_has_12_9_of_46_7_billion_parameters_active():
     assert presets.sizes(load("gpt-moe-8x7b")) == ("46.7B", "12.9B")
     assert presets.sizes(load("gpt-moe-8x7b", ["parallel.ep=8", "parallel.tp=2"])) == ("46.7B", "12.9B")
     assert flops.idle_parameters(load("gpt-7b").model) == 0
+
+
+def test_qwen3_has_3_3_of_30_5_billion_parameters_active():
+    """As Qwen's model card says, which cuts off the second digit; of its 128 experts each token takes 8."""
+    assert presets.sizes(load("gpt-moe-30b-a3b")) == ("30.5B", "3.35B")
+
+
+def test_wide_and_normed_heads_take_the_time_of_their_numbers():
+    """Heads twice as wide have twice the scores' products; a norm of heads is memory-bound work."""
+    plain, wide, normed = (work(load("gpt-1.3b", ["parallel.dp=1", "train.micro_batch=1", *more]), 1)
+                           for more in ([], ["model.head_dim=256"], ["model.qk_norm=true"]))
+    assert block_time.block_time(normed)["memory"] > 1.02 * block_time.block_time(plain)["memory"]
+    same = [part for part in block_time.block_time(plain) if part not in ("memory", "forward", "backward")]
+    assert all(block_time.block_time(normed)[part] == block_time.block_time(plain)[part] for part in same)
+    assert flops.step(wide.m, 1) - flops.step(plain.m, 1) == 3 * 24 * (4 * 2048 * 2048 * 2048 + 2 * 2048 * 4 * 2048 * 2048)
+    assert block_time.block_time(wide)["attention"] > 1.5 * block_time.block_time(plain)["attention"]
 
 
 def test_matmuls_are_the_model_flops_of_the_active_experts():

@@ -32,7 +32,8 @@ def any_model(draw):
         case _:
             groups = draw.choice([0, 0, *divisors(heads)])
             return GPTConfig(vocab=draw.choice([64, 66, 96]), context=16, dim=dim, depth=depth, heads=heads, kv_heads=groups,
-                             mlp=draw.choice(["gelu", "swiglu"]), mlp_ratio=ratio, bias=draw.choice([True, False]))
+                             mlp=draw.choice(["gelu", "swiglu"]), mlp_ratio=ratio, bias=draw.choice([True, False]),
+                             head_dim=draw.choice([0, 0, 8, 12]), qk_norm=draw.choice([False, True]))
 
 
 def any_config(draw):

@@ -9,6 +9,7 @@ A linear stays the same module: surgery cuts its parameters, and puts the ranks'
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -158,6 +159,9 @@ def apply_tensor_parallel(model: Model, placements: Placements, axis: Axis, toke
             if placements[parameter].axis is not None and module not in planned:
                 raise two_parts(placements[parameter].name)             # this use needs it whole
     owned_by_first(placements, model.parameters(), axis)
+    for norm in modules_at_seam(model, "head_norm").values():
+        for parameter in norm.parameters():
+            placements[parameter] = replace(placements[parameter], partial_over=axis)
 
 
 def cut_module(placements: Placements, module: nn.Linear | nn.Embedding, style: str, axis: Axis,
