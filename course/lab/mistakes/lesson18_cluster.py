@@ -90,6 +90,9 @@ MISTAKES = {
                 "the script requests no GPUs, and Slurm gives a job only what it requests: add --gpus-per-node if gpus is not 0"),
         Mistake("GPUs where there are none", '*([f"--gpus-per-node={gpus}"] if gpus else [])', 'f"--gpus-per-node={gpus or 1}"',
                 "if gpus is 0, the script still requests one: a cluster without GPUs refuses the job, or the job waits forever"),
+        Mistake("a number that is not there yet", "ranks=$!\n" + TRAP, 'trap "kill -USR1 $ranks" USR1\nranks=$!\n',
+                "in double quotes the shell replaces $ranks where the trap is set, and there it has no value: `set -u` ends the "
+                "script. Use single quotes, in which it is replaced when the trap runs"),
         Mistake("in the foreground", SRUN + "ranks=$!\n" + TRAP + WAIT + AGAIN,
                 TRAP.replace('"$ranks"', "%1") + "status=0\n" + SRUN.replace(" &\n", " || status=$?\n"),
                 "bash runs a trap only when the command in the foreground has ended, and here that is srun, which ends at the "
