@@ -41,6 +41,10 @@ MISTAKES = {
                 'str(int(environ["SLURM_PROCID"]) % int(environ["SLURM_NTASKS_PER_NODE"]))',
                 "the rank modulo the tasks of a node is its local rank only if the ranks fill one node after another. With a "
                 "cyclic distribution, two tasks of a node would take the same GPU: use SLURM_LOCALID"),
+        Mistake("rank over nodes", 'environ["SLURM_LOCALID"]',
+                'str(int(environ["SLURM_PROCID"]) // int(environ["SLURM_NNODES"]))',
+                "the rank divided by the nodes is its number on the node only if Slurm deals ranks out in turn to nodes of equal "
+                "size: use SLURM_LOCALID"),
         Mistake("nodes for ranks", '"WORLD_SIZE": environ["SLURM_NTASKS"]', '"WORLD_SIZE": environ["SLURM_NNODES"]',
                 "WORLD_SIZE is the number of ranks, not of nodes: SLURM_NTASKS"),
         Mistake("nodes times tasks", '"WORLD_SIZE": environ["SLURM_NTASKS"]',
