@@ -683,6 +683,7 @@ lab.show("course.training.step.update_progress")
 # - `read_losses()` returns a list of numbers: the mean loss of each step since the last call.
 # - The first two steps may run in Python, `with warming(device):`. Use `new_graph(device)`, `capturing(graph)` and
 #   `graph.replay()` of `course.lab.instruments.cpu_graph`: without a GPU they are tapes, with one CUDA graphs.
+# - `run`, `accumulate` and `update` below are parts of our answer. Yours need not have them.
 #
 # **Levels.** Each counts by itself, once the first is reached. Operations inside a replay do not count:
 #

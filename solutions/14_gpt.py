@@ -1034,7 +1034,7 @@ print(gumbel(7, 12, 2, torch.tensor([500])), "is its last column")
 # - `writer.next(tokens)` takes the next tokens of each text, (B, t): a prompt, a piece of a prompt, or one token. It returns the
 #   token that follows, (B,), the same on all ranks.
 # - These are the tokens of `write_alone`, on any number of ranks. A text has at most `most` tokens.
-# - Nothing needs gradients.
+# - Nothing needs gradients. `total` below is a part of our answer, and yours need not have it.
 #
 # **Levels.** Each level counts by itself, once the first is reached:
 #

@@ -797,7 +797,7 @@ print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "",
 # | level | what the check counts |
 # |---|---|
 # | correct | in the end each step has the loss of an undisturbed run; the status |
-# | few writes | bytes written: at most 4 checkpoints more than one after every `job.every` steps |
+# | few writes | bytes written: at most 4 checkpoints more than one after every `job.every` steps, of 1.1 states each |
 # | few repeated | steps done again: none after a signal; after a kill at most `job.every`, twice as many with a damaged file |
 # | tidy | at the end at most 2.5 states on the disk, in 4 files; at no time more than 3.5 |
 #

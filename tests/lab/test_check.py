@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from course.lab.authoring import stubs
-from course.lab.checks import check, notebook_cells, render
+from course.lab.checks import check, diagnosis, notebook_cells, render
 from course.lab.checks.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
 from course.lab.exercises import lesson17_performance_model
 from course.lab.sandbox.child import describe_error
@@ -417,6 +417,33 @@ def test_seconds_are_those_that_one_waits(monkeypatch):
 def test_hint_only_for_just_that_mistake():
     found = verdict("roofline", "def roofline_seconds(*row):\n    return 0.123\n")
     assert not found.passed and found.hint == check.UNKNOWN_CASE
+
+
+@pytest.mark.parametrize(("error", "kind", "hint"), [
+    ("Rank 0 died of SIGABRT.", "ranks", diagnosis.TOO_LONG_MESSAGE),
+    ("Rank 0 died of SIGSEGV.", "ended", diagnosis.FREED_MEMORY),
+    ("There was no rule registered for HigherOrderOperator cond", "NotImplementedError", check.HIGHER_ORDER)])
+def test_a_way_to_die_has_a_cause(error, kind, hint):
+    exercise = find("ring-all-reduce")
+    assert check.hint_for_error(exercise, check.Run(kind=kind, error=error), 5, False, 2, lambda: None) == hint
+
+
+@pytest.mark.parametrize(("source", "more"), [("y = x", ""), ("work = dist.all_reduce(x, async_op=True)", check.NOT_AWAITED)])
+def test_only_who_communicates_asynchronously_is_asked_whether_they_wait(source, more):
+    assert check.with_question(check.UNKNOWN_ON_RANKS, notebook_cells.whole_answer(source)) == check.UNKNOWN_ON_RANKS + more
+    assert check.with_question("another", notebook_cells.whole_answer(source)) == "another"
+
+
+def test_a_flag_with_a_value_for_each_case_names_one():
+    exercise = find("survive")
+    inputs = exercise.draw(5, False)
+    cases = exercise.cases(inputs)
+    expected = torch.ones(len(cases), dtype=torch.float64)
+    got = expected.clone()
+    got[2] = 0
+    told = check.describe_difference(exercise, "again", expected, got, inputs, False)
+    assert told == f"not always: {cases[2]} (1 of {len(cases)} cases are wrong)"
+    assert check.describe_difference(exercise, "again", expected, got, inputs, True) == "not always"
 
 
 def test_weights_that_nothing_trains_are_numbers_like_others():

@@ -19,6 +19,7 @@ RIGHT = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
     ([1.0, 2.0, 0.0, float("inf")], "an infinity"),
     ([1.0, 2.0, 0.0, 0.0], "a part is left out"),
     ([1.0, 2.0, 7.0, 4.0], "something counts that should not"),
+    ([1.0, 2.0, 3e200, 4.0], "unwritten memory"),
     ([0.0, 0.0, 0.0, 0.0], "all that comes out is zero"),
     ([5.0, 2.0, 1.0, 9.0], ""),
     ([1.0, 2.0], ""),
@@ -42,6 +43,12 @@ def test_losses_say_which_pass_is_wrong(losses, words):
     assert words in diagnosis.diagnose_training([(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(losses))])
 
 
+def test_a_loss_within_the_tolerance_is_right():
+    losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    pair = losses, losses * torch.tensor([1 + 1e-7, 1.0, 1.1], dtype=torch.float64)
+    assert "a later one is not" in diagnosis.diagnose_training([pair], tolerance=1e-5)
+
+
 def test_weights_alone_blame_a_gradient():
     assert "some parameter gets a wrong gradient" in diagnosis.diagnose_training([None, (RIGHT, 2 * RIGHT)], weights=True)
 
@@ -54,6 +61,8 @@ CALL = "The ranks disagree at collective 3 of ranks 0 and 1: rank 0 {} in line 4
     (CALL.format("all-reduce of (3, 2) float64", "all-reduce of (4, 2) float64", 4, "the cell: `f(x)`"), diagnosis.OTHER_SHAPES),
     (CALL.format("all-reduce of (3, 2) float32", "all-reduce of (3, 2) bfloat16", 4, "the cell: `f(x)`"),
      diagnosis.OTHER_FORMATS),
+    (CALL.format("send to 1 of (7,) float64", "recv from 0 of (1,) float64", 4, "the cell: `f(x)`").replace(
+        "collective 3 of ranks 0 and 1", "message 3 from rank 0 to rank 1"), diagnosis.OTHER_MESSAGES),
     ("Rank 0 waits at collective 1 of ranks 0 and 1, all-reduce of (3, 2) float64 in line 4 of the cell: `f(x)`, for rank 1.",
      diagnosis.OTHER_LINES),
 ])

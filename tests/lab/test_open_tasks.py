@@ -225,8 +225,48 @@ def test_an_unkind_machine_does_what_the_task_says():
     assert seen[1] == {}
     live(full=1)
     assert errno.ENOSPC in seen
+    short = unkind_machine.Fate(damage="flip", place=-1)
+    assert unkind_machine.damaged(b"abc", short) == b"abg"
+    assert unkind_machine.damaged(b"abc", replace(short, damage="cut")) == b"ab"
     late = live(warn_step=2)                         # half a step, a write and a step; the next write takes too long
     assert late.losses == whole.losses and late.again == 3 and "asked" in seen
+
+
+def test_the_newest_file_is_the_last_one_written_whatever_its_name():
+    disk, state = unkind_machine.QuietDisk(), bytes(unkind_machine.STATE)
+    for name in ("z", "a.partial", "b"):
+        disk.write(name, state)
+    assert disk.newest() == "b"
+    disk.rename("a.partial", "a")
+    disk.remove("b")
+    disk.write("c", b"short")
+    assert disk.newest() == "a"
+
+
+def test_what_all_wrong_models_have_in_common_is_named():
+    inputs = lesson16_open_task.draw(5, False)
+    layouts = [foreign_model.in_words(foreign_model.draw_case(*case)[2]) for case in lesson16_open_task.cases(inputs)]
+    expected = torch.ones(len(layouts), dtype=torch.float64)
+    wrong = torch.tensor(["(2i, 2i + 1)" in layout for layout in layouts])
+    told = lesson16_open_task.explain(inputs, {"logits": expected}, {"logits": expected.where(~wrong, 2)})
+    assert told.endswith("rotary turns (2i, 2i + 1)")
+    assert not lesson16_open_task.explain(inputs, {"logits": expected}, {"logits": 2 * expected})
+
+
+@pytest.mark.parametrize(("first", "words"), [(2, "which Python runs"), (3, "what a replay cannot see"),
+                                              (lesson06_open_task.LOADED + 1, "are loaded in place"), (99, "are right")])
+def test_the_first_step_with_wrong_weights_says_where_to_look(first, words):
+    weights = torch.ones(9, 4, dtype=torch.float64)
+    got = weights + (torch.arange(1, 10) >= first)[:, None]
+    assert words in lesson06_open_task.explain({}, {"weights": weights}, {"weights": got})
+
+
+def test_nan_in_gradients_alone_is_told_from_nan_in_values():
+    ones, nan = torch.ones(3), torch.full((3,), torch.nan)
+    right = {"y": ones, "dx": ones, "dweights": ones}
+    assert "comes through" in lesson05_open_task.explain({}, right, right | {"y": nan})
+    assert "`where` hid a NaN" in lesson05_open_task.explain({}, right, right | {"dx": nan})
+    assert not lesson05_open_task.explain({}, right, right)
 
 
 @pytest.mark.slow

@@ -54,7 +54,10 @@ WRITES_INPUT = "do not write into {}: work on a copy"
 ENDED_HINT = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, "
               "os._exit) or makes it crash")
 HINT_SEPARATOR = "; or: "                            # between hints of mistakes that stop with equally similar errors
-UNKNOWN_ON_RANKS = f"{UNKNOWN}, printing what each rank has; is every call with async_op=True waited for?"
+UNKNOWN_ON_RANKS = f"{UNKNOWN}, printing what each rank has"
+NOT_AWAITED = "; is every call with async_op=True waited for?"           # for an answer that has such calls
+HIGHER_ORDER = ("a check looks at each operation, and torch.cond and its kin hide theirs: compute both outcomes, and choose with "
+                "torch.where")
 UNKNOWN_CASE = "no known mistake gives these numbers: take the case that is named, and go through your code with it, line by line"
 TRY_AGAIN = "run the cell, and check again"          # in a notebook
 EARLIER_UNWRITTEN = "it calls what an earlier exercise asks for, which is not written yet"
@@ -156,11 +159,17 @@ def check_answer(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden:
                 return unchecked_verdict(exercise, run.machine_failure, seed, hidden)
             new_facts, new_hint = compare_run(exercise, run, seed, hidden, size, looking)
             facts += new_facts
-            hint = new_hint or hint
+            hint = with_question(new_hint, answer) or hint
             if not is_correct(new_facts):
                 break
     return Verdict(exercise.name, tuple(facts), hint.replace(TRY_AGAIN, again), output, seed, time.monotonic() - begin,
                    exercise.version, describe_isolation(layers), late, exercise.facts)
+
+
+def with_question(hint: str, answer: Sequence[Piece]) -> str:
+    """The hint; the general one on ranks asks an answer that communicates asynchronously whether it waits."""
+    asks = hint == UNKNOWN_ON_RANKS and any("async_op" in piece.text for piece in answer)
+    return hint + NOT_AWAITED if asks else hint
 
 
 def unreadable_verdict(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
@@ -204,7 +213,7 @@ def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int
     if all(fact.held for fact in facts):
         return facts, ""
     looking()
-    return facts, hint_for_numbers(exercise, run, expected, reference_runs(exercise.name, seed, hidden, size)[1:], hidden)
+    return facts, hint_for_numbers(exercise, run, expected, reference_runs(exercise.name, seed, hidden, size)[1:], hidden, inputs)
 
 
 def with_numbers(exercise: Exercise, key: str, run: Run) -> str:
@@ -230,7 +239,8 @@ def claim_fact(claim: str, differences: Sequence[str], untried: str = "", hidden
     return Fact(False, f"{claim}: no, {who}{differences[rank]}")
 
 
-def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run], hidden: bool = False) -> str:
+def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run], hidden: bool = False,
+                     inputs: Tensors | None = None) -> str:
     """The hint for wrong outputs, from the first known mistake that matches: on all outputs; on those in its `by`; or on the
     outputs that it makes wrong, for learners who made two mistakes in different outputs.
 
@@ -256,22 +266,26 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
             return mistake.hint
     if "kept" in exercise.flags and not same(expected, run, ["kept"]):
         return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "the arguments")
-    return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected)
+    return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected, inputs)
 
 
-def hint_for_unknown(exercise: Exercise, run: Run, expected: Run) -> str:
+def hint_for_unknown(exercise: Exercise, run: Run, expected: Run, inputs: Tensors | None = None) -> str:
     """The hint for outputs that match no known mistake."""
     ranks = list(zip(expected.outputs, run.outputs, strict=True))
     wrong = {key: [differing(exercise, one.get(key), other.get(key)) for one, other in ranks] for key in exercise.claims}
     broken = {key: pairs for key, pairs in wrong.items() if any(pairs)}
     codes = [pair[1].amin().item() for key, pairs in broken.items() if key in exercise.flags for pair in pairs if pair]
     values = [key for key in broken if key not in exercise.flags]
+    if exercise.explain and (explained := exercise.explain(inputs or {}, expected.outputs[0], run.outputs[0])):
+        return explained
+    if exercise.unknown != UNKNOWN:
+        return exercise.unknown
     if not values:
         return diagnosis.diagnose_flags(codes) if broken else general_hint(exercise, len(run.outputs))
     fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # it passed there, or the check had stopped
     trains = any(key.endswith(TRAINING_LOSSES) for key in exercise.claims)
     if trains and values[0].endswith((*TRAINING_LOSSES, "weights")):
-        hint = diagnosis.diagnose_training(broken[values[0]], fewer, values[0].endswith("weights"))
+        hint = diagnosis.diagnose_training(broken[values[0]], fewer, values[0].endswith("weights"), exercise.tolerance)
     else:
         hint = diagnosis.diagnose_numbers(broken[values[0]], fewer)
     hints = [hint, diagnosis.diagnose_flags(codes) if min(codes, default=0) < 0 else ""]
@@ -317,8 +331,14 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     """The hint for an answer that stopped: of a known mistake that stops in the same way, or a general one."""
     if name := earlier_unwritten(exercise, run):
         return f"write {'that' if hidden else f'`{name}`'} first, in the earlier exercise that asks for it: {TRY_AGAIN}"
-    if run.kind == "NotImplementedError":
+    if "HigherOrderOperator" in run.error:
+        return HIGHER_ORDER
+    if is_unwritten(run.kind, run.error) or "raise NotImplementedError" in run.error:
         return f"replace the line that raises NotImplementedError by your code, {TRY_AGAIN}"
+    if "SIGABRT" in run.error and size > 1:
+        return diagnosis.TOO_LONG_MESSAGE
+    if "SIGSEGV" in run.error:
+        return diagnosis.FREED_MEMORY
     if run.kind in ("ended", "late"):
         seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
         return f"seen here before: {seen}. Else {ENDED_HINT}" if seen and run.kind == "late" else ENDED_HINT
@@ -412,7 +432,8 @@ def describe_difference(exercise: Exercise, key: str, expected: Tensor, got: Ten
         return difference
     if key in exercise.flags and got.dtype == expected.dtype:
         kinds = [] if hidden or not got.numel() else excess_kinds(got.amin().item())
-        return exercise.flags[key] + (f", by {' and '.join(kinds)}" if kinds else "")
+        return exercise.flags[key] + (f", by {' and '.join(kinds)}" if kinds else "") + (
+            "" if hidden else name_flagged_case(exercise, expected, got, inputs))
     if hidden:
         return describe_hidden_difference(expected, got)
     if got.dtype != expected.dtype:
@@ -426,6 +447,15 @@ def describe_difference(exercise: Exercise, key: str, expected: Tensor, got: Ten
     if max(expected.numel(), got.numel()) <= MAX_SHOWN and expected.ndim <= 1:
         return "it is {}; it should be {}".format(*format_pair(got, expected, exercise.read_as))
     return difference
+
+
+def name_flagged_case(exercise: Exercise, expected: Tensor, got: Tensor, inputs: Tensors) -> str:
+    """Which of an exercise's cases failed a flag with a value for each; "" for another flag."""
+    asked = exercise.cases(inputs) if exercise.cases and got.shape == expected.shape else []
+    if not isinstance(asked, list) or expected.shape != (len(asked),):
+        return ""
+    wrong = (got != expected).nonzero().flatten().tolist()
+    return f": {asked[wrong[0]]} ({len(wrong)} of {len(asked)} cases are wrong)"
 
 
 def describe_hidden_difference(expected: Tensor, got: Tensor) -> str:

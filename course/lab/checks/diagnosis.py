@@ -11,7 +11,7 @@ from course.ranks.collective_mismatch import DISAGREE
 from course.utils.errors import rank_names
 
 RIGHT_ON_FEWER = ("right on {} ranks and wrong on {}: look for what holds for two ranks alone, such as `rank == 1`, `1 - rank` "
-                  "or a 2 where the number of ranks belongs")
+                  "or a 2 where the number of ranks belongs; or for an axis of all ranks, such as `dist.get_rank()`")
 RIGHT_ON_SOME = "right on {} and wrong on {}: look at what depends on the rank"
 SENDS_TOO_MUCH = ("by {} more is sent than it takes. Over n ranks an all-reduce sends 2 (n - 1) / n times its tensor, a "
                   "reduce-scatter (n - 1) / n times, an all-gather n - 1 times its piece: take the one that gives each rank just "
@@ -21,8 +21,16 @@ SAME_COLLECTIVES = "every rank of a group has to call the same collectives, in t
 OTHER_LINES = (f"{SAME_COLLECTIVES}. Here they are at different lines: one rank makes a call that another leaves out. Look for "
                "an `if` on the rank, or a loop that is longer on one rank, around a collective")
 OTHER_SHAPES = (f"{SAME_COLLECTIVES}, with tensors of the same shape. Here they are at the same line with different ones: pieces "
-                "of unequal length have to be padded, and the dim that is cut has to be the one that is asked for, not a fixed "
-                "one")
+                "of unequal length have to be padded, the dim that is cut has to be the one that is asked for, not a fixed one, "
+                "and tensors that are ready in another order on another rank have to be sent in one order")
+OTHER_MESSAGES = ("what is sent and the tensor that receives it need the same shape and format. Here a rank cuts or counts its "
+                  "pieces in another way than its neighbor expects: `tensor_split(n)` makes n pieces, `split(n)` pieces of "
+                  "length n")
+FREED_MEMORY = ("it reads or writes memory that is not there any more, such as a view of a tensor whose storage was freed: what "
+                "is needed longer has to be a `clone`")
+TOO_LONG_MESSAGE = ("gloo ends a rank to which more is sent than its tensor holds: what is sent and the tensor that receives it "
+                    "need the same shape. Print both shapes on each rank; `tensor_split(n)` makes n pieces, `split(n)` pieces of "
+                    "length n")
 OTHER_FORMATS = (f"{SAME_COLLECTIVES}, with tensors of the same format. Here one rank brings another than the other: both have "
                  "to cast, or neither")
 BROUGHT_TENSOR = re.compile(r"of (\([\d, ]*\)) (\w+) in line")
@@ -47,12 +55,12 @@ def diagnose_numbers(wrong: Pairs, fewer: int = 0) -> str:
     return "; ".join([*describe_ranks(wrong, fewer), *(patterns[:1] if len({*patterns}) == 1 and patterns[0] else [])])
 
 
-def diagnose_training(wrong: Pairs, fewer: int = 0, weights: bool = False) -> str:
+def diagnose_training(wrong: Pairs, fewer: int = 0, weights: bool = False, tolerance: float = 1e-9) -> str:
     """Locate the fault of a training from the losses of its steps, or from the weights after them."""
     expected, got = next(pair for pair in wrong if pair)
     if weights or expected.shape != got.shape:
         finding = "the losses are right, and weights are not: some parameter gets a wrong gradient"
-    elif (expected[0] - got[0]).abs() > 1e-9 * expected[0].abs():
+    elif (expected[0] - got[0]).abs() > tolerance * expected[0].abs():
         finding = "the loss of the first step is wrong already: look at the forward pass"
     else:
         finding = "the loss of the first step is right, a later one is not: the forward pass is right, a gradient is wrong"
@@ -66,7 +74,9 @@ def describe_pattern(expected: Tensor, got: Tensor) -> str:
     correct, actual = expected.double().flatten(), got.double().flatten()
     if not actual.isfinite().all():
         return ("there is an infinity, or what is no number: look for the exponential of something large, the logarithm of zero, "
-                "or a division by zero")
+                "a division by zero, or memory from `empty` that nobody wrote")
+    if actual.abs().amax() > 1e100 * correct.abs().amax().clamp(min=1e-300):
+        return "some numbers are as large as only unwritten memory has them: `empty` leaves what was there, so write all of it"
     if not actual.any():
         return "all that comes out is zero"
     size = correct.abs().amax().clamp(min=1e-300)
@@ -100,5 +110,7 @@ def diagnose_collectives(told: str) -> str:
     first = told.splitlines()[0]
     if not first.startswith(DISAGREE) or len(set(SOURCE_LINE.findall(first))) != 1:
         return OTHER_LINES
+    if f"{DISAGREE} at message" in first:
+        return OTHER_MESSAGES
     shapes, formats = (set(each) for each in zip(*BROUGHT_TENSOR.findall(first), strict=True))
     return OTHER_FORMATS if len(formats) > 1 and len(shapes) == 1 else OTHER_SHAPES

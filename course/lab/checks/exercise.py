@@ -48,6 +48,7 @@ class Exercise:
     read_as: dict[float, str] = field(default_factory=dict)  # a number with a special meaning -> that meaning in words
     cases: Callable[[Tensors], Cases] | None = None  # the question behind each number of an output, in words
     unknown: str = UNKNOWN                           # the hint if no other fits
+    explain: Callable[[Tensors, Tensors, Tensors], str] | None = None    # (inputs, expected, got) -> a better one, or ""
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     weigh: Callable[[Tensors, Tensors], Tensors] | None = None           # (inputs, transcript) -> outputs
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks to run on, one after another

@@ -219,6 +219,23 @@ def train(inputs: Tensors, device: torch.device) -> Tensors:
         name: torch.tensor(float(holds)) for name, holds in counted.items()}
 
 
+def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
+    """After which step the weights differ first, and what that says."""
+    if got["weights"].shape != expected["weights"].shape:
+        return ""
+    off = (got["weights"] - expected["weights"]).norm(dim=1) / expected["weights"].norm(dim=1)
+    first = next((step for step, much in enumerate(off.tolist(), 1) if not much < 1e-6), 0)
+    if not first:
+        return "the weights are right: look at how the loss of a step becomes the mean over its micro-batches, and is read"
+    where = f"the weights are wrong from step {first} on"
+    if first <= WARM:
+        return f"{where}, which Python runs: look at the arithmetic, the mean over micro-batches, the norm and the momentum"
+    if first == LOADED + 1:
+        return f"{where}, before which other weights are loaded in place: read the parameters themselves, keep no copy of them"
+    return (f"{where}, and not before: if Python runs no step any more, look for what a replay cannot see. A number that Python "
+            "holds, a tensor under a new name, also `p.data = ...`, or a micro-batch in memory that was not captured")
+
+
 EXERCISES = [
     Exercise("graph-trainer", "06", (f"{__name__}.GraphTrainer",), draw, run, {
         "losses": "each step has its mean loss, in order, whenever they are read",
@@ -232,6 +249,7 @@ EXERCISES = [
         flags={"kept": "something is", "captured": "it does, or nothing is replayed", "launches": "there are more",
                "stall": "the host reads one, or looks at one", "reads": "it reads one loss after the other"},
         levels={"captured": "captured", "launches": "few launches", "stall": "no stall", "reads": "no stall"}, tolerance=1e-5,
+        explain=explain,
         ladder=("Begin with eager code: `loss.backward()` adds to gradients, so the sum over micro-batches comes by itself. "
                 "Divide, clip, move, and make the gradients zero. Then ask of each number that Python holds: does it change from "
                 "step to step? It must be a tensor, filled in place: the rate, the number of micro-batches.",

@@ -203,6 +203,9 @@ EXERCISES = [
         flags={"default": "some step takes longer", "best": "some step takes longer",
                "some": "for some machine more are measured", "few": "for some machine more are measured"},
         levels={"best": "best placement", "some": f"{SOME} measurements", "few": f"{FEW} measurements"}, cases=asked, weigh=weigh,
+        unknown="take the case that is named: `slowest_paths` says which path each axis waits for with your placement. All "
+                "groups of an axis wait for its slowest pair, so one swap seldom changes the time, and a search by swaps gets "
+                "stuck. A sum of path numbers is no time either: look for placements that keep to a slowest path for each axis",
         ladder=("The time depends on the slowest path of each axis alone, so a swap of two GPUs seldom changes it. Search with a "
                 "sum over all pairs of `neighbors(axes)`, in which slower paths cost more: it goes down with every pair that "
                 "comes closer. Begin from many random orders, with several weights of the axes, and measure what comes out.",

@@ -176,6 +176,18 @@ def run(inputs: Tensors) -> Tensors:
             "copies": torch.tensor(float(kept))}
 
 
+def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
+    """What all models that are wrong have in common, and no other has."""
+    layouts = [set(in_words(draw_case(*case)[2]).split("; ")) for case in cases(inputs)]
+    if got["logits"].shape != expected["logits"].shape:
+        return ""
+    wrong = [abs(a - b) > 1e-9 * abs(b) for a, b in zip(got["logits"].tolist(), expected["logits"].tolist(), strict=True)]
+    theirs = [layout for layout, off in zip(layouts, wrong, strict=True) if off]
+    others = set[str]().union(*(layout for layout, off in zip(layouts, wrong, strict=True) if not off))
+    alike = sorted(set.intersection(*theirs) - others) if theirs and others else []
+    return f"wrong are the models, and only they, of which this is true: {'; '.join(alike)}" if alike else ""
+
+
 EXERCISES = [
     Exercise("convert-foreign", "16", (f"{__name__}.convert_foreign",), draw, run, {
         "logits": f"our model gives every model's logits, which were asked for at most {LIMIT} times",
@@ -193,5 +205,9 @@ EXERCISES = [
                 "So the choices can be made in two stages, both with the logits of a single call, since attention is causal.",
                 "`logits` asks for each tensor when it needs it. Pass it a function that reads the tensor from the files and "
                 "lays it out, for the combination that is tried. Make the dict once, when the combination is found."),
+        explain=explain,
+        unknown="take the case that is named, and print how far its best combination is from the model's logits. If none is "
+                "within rounding, you do not try the right one, or you read a stale tensor: the index says which file counts. If "
+                "several are, the text is too short: the first token tells nothing of queries, keys and rotary positions",
         limits=Limits(seconds=120)),
 ]

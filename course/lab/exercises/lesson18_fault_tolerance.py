@@ -197,6 +197,7 @@ class TrainingLedger:
         match what, more:
             case "born", ():
                 self.life, self.over, self.state, self.asked, self.after = self.life + 1, False, 1, False, 0
+                self.reached = 0                     # the newest step of this life
                 self.under_way = list[Work]()
             case ("load" | "step" | "save"), (number,):
                 self.begin(what, number)
@@ -216,6 +217,7 @@ class TrainingLedger:
                 self.over = True
             case "returned", (status,):
                 self.counts["status"] += status != (0 if max(self.log, default=0) >= self.last else GO_ON)
+                self.counts["needless"] += self.reached > self.disk[0]           # one is missing
                 self.over = True
             case _:
                 raise ValueError("this is nothing that a training does")
@@ -225,11 +227,12 @@ class TrainingLedger:
         self.counts["torn"] += bool(self.under_way)  # one inside another: in a signal's handler
         if kind == "load":
             number, self.state = self.disk
+            self.reached = number
         if kind == "step":
             self.after += self.asked
             self.counts["late"] += self.after > 1    # one more may have begun
             self.counts["again"] += number in self.log
-            self.state = next_state(self.state, number)
+            self.state, self.reached = next_state(self.state, number), number
         if kind == "save":
             due = number % self.every == 0 or number == self.last or self.asked
             self.counts["needless"] += not due or number == self.disk[0]

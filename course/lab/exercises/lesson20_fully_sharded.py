@@ -3,7 +3,8 @@
 The functions and classes here are the answers to the exercises of the lesson.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -229,6 +230,17 @@ def draw_gradients(seed: int, hidden: bool) -> Tensors:
     return {"gradients": torch.randn(4, 4 if hidden else 3, count, generator=generator).double()}
 
 
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Within it, `torch.empty` and its kin return NaN: whoever forgets to write a part of it is wrong each time."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
 def run_reduce_gradients(inputs: Tensors) -> Tensors:
     """Reduce the gradients of several micro-batches; one parameter has none in the second, and on odd ranks never one."""
     world = join("cpu")
@@ -244,7 +256,7 @@ def run_reduce_gradients(inputs: Tensors) -> Tensors:
                 parameter.grad = value.clone()
             if micro == 1 or world.rank % 2:
                 parameters[1].grad = None
-            with Traffic() as traffic:
+            with Traffic() as traffic, unwritten_is_nan():
                 reduce_gradients(unit)
             sent.append((traffic, float(piece_bytes(unit.whole, 0, axis.size))))
             calls += len(traffic.calls)

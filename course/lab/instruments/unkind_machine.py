@@ -51,6 +51,7 @@ class Fate:
     power: str = ""                                  # with a power cut, of this kind of `crash_disk.CRASH_KINDS`
     full: int = 0                                    # the first write after this step finds the disk full
     damage: str = ""                                 # what befalls the newest file between the lives: "cut" or "flip"
+    place: int = STATE // 3                          # the byte of the file where it is cut off or changed, from its end if < 0
     allowed: int = 0                                 # steps that may be done again
 
 
@@ -70,10 +71,29 @@ class Outcome:
 
 
 class QuietDisk(Disk):
-    """A disk that works out what a crash leaves only when there is one."""
+    """A disk that works out what a crash leaves only when there is one. It knows in which order its files were written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written = list[str]()                  # paths, the newest last
 
     def _note(self) -> None:
         pass
+
+    def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file: it is the newest now."""
+        super().write(path, data)
+        self._written = [*(other for other in self._written if other != path), path]
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file, which stays as new as it was."""
+        super().rename(old, new)
+        self._written = [new if path == old else path for path in self._written if path != new]
+
+    def newest(self) -> str:
+        """The newest file that is as long as a state; "" if there is none."""
+        held = self.held()
+        return next((path for path in reversed(self._written) if len(held.get(path, b"")) >= STATE), "")
 
     def held(self) -> dict[str, bytes]:
         """The bytes of each file as a program sees them, empty folders left out."""
@@ -230,14 +250,10 @@ def expand(data: bytes) -> bytes:
     return hashlib.shake_256(data).digest(STATE)
 
 
-def damaged(files: dict[str, bytes], how: str) -> dict[str, bytes]:
-    """The files, of which the last that is as long as a state is cut off, or has another byte."""
-    long = [path for path, data in sorted(files.items()) if len(data) >= STATE]
-    if how and long:
-        data = files[long[-1]]
-        place = len(data) // 3
-        files = files | {long[-1]: data[:place] if how == "cut" else data[:place] + bytes([data[place] ^ 4]) + data[place + 1:]}
-    return files
+def damaged(data: bytes, fate: Fate) -> bytes:
+    """A file's bytes, cut off or with another bit."""
+    place = fate.place % len(data)
+    return data[:place] + (bytes([data[place] ^ 4]) + data[place + 1:] if fate.damage == "flip" else b"")
 
 
 def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
@@ -263,7 +279,7 @@ def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
             status = 1
         finally:
             signal.signal(signal.SIGUSR1, before)
-        done = all(number in outcome.losses for number in range(1, plan.last + 1))
+        done, newest = all(number in outcome.losses for number in range(1, plan.last + 1)), disk.newest()
         if job._dead:
             power = fate.power if life == 0 else ""
             disk = filled(disk.after_crash(power) if power else disk.held())
@@ -274,10 +290,11 @@ def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
             outcome.wrong_status += status != (0 if done else GO_ON)
             if done:
                 break
-        if life == 0 and fate.damage:
-            disk = filled(damaged(disk.files(), fate.damage))
+        if life == 0 and fate.damage and newest:
+            files = disk.held()
+            disk = filled(files | {newest: damaged(files[newest], fate)})
     else:
         outcome.wrong_status += 1
-    files = disk.held()
-    outcome.left, outcome.files = sum(map(len, files.values())), len(files)
+    left = disk.held()
+    outcome.left, outcome.files = sum(map(len, left.values())), len(left)
     return outcome

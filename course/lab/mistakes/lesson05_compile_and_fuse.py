@@ -142,6 +142,8 @@ MISTAKES = {
         Mistake("padding is not multiplied", LAST,
                 "return x * torch.where(real & (largest > limit), limit / largest, 1.0), largest",
                 "padding does not count for the maximum, but it is multiplied too: one factor for all of x"),
+        Mistake("padding is zero afterwards", "return x * torch", "return x.where(real, 0.0) * torch",
+                "padding does not count for the maximum, but it stays, and is multiplied like the rest"),
         Mistake("in place", "x.detach().abs()", "x.detach().abs_()",
                 ".detach() shares the memory of x, and abs_ writes into it: abs() makes a new tensor"),
         Mistake("always multiplied", "torch.where(largest > limit, limit / largest, 1.0)", "(limit / largest)",

@@ -12,6 +12,8 @@ END = "    y = (x + more.where(open_gate, 0.0)).where(real, 0.0)\n"
 LARGEST = "    return y, y.detach().abs().amax()"
 PRODUCTS = """    more = F.linear(F.gelu(F.linear(n, weights["up"])), weights["down"])            # (B, T, D)
 """
+EMPTY = ("a query of the padding has no key here: softmax of -inf alone is NaN, and the gradient of every weight with it. Mask "
+         "keys only, (B, 1, 1, T), and set y to zero at the end")
 NAN = ("what stands in the padding may be NaN, and 0 times NaN is NaN: give it zeros with `where` before anything is computed. A "
        "mask in the attention alone is too late")
 
@@ -22,6 +24,10 @@ MISTAKES = {
         Mistake("no mask in the attention", ", real.mT[:, None])            # (B, h, T, d)", ")",
                 "tokens also look at the padding of their sample: attention takes a mask, `attn_mask`, True where a key is real. "
                 "Keys are the last dim of the scores, so it has the shape (B, 1, 1, T)"),
+        Mistake("queries are masked too", ATTENTION,
+                "    scores = q @ k.mT * q.shape[-1]**-0.5\n"
+                "    both = (real & real.mT)[:, None]                            # (B, 1, T, T)\n"
+                "    attended = scores.masked_fill(~both, -torch.inf).softmax(-1) @ v\n", EMPTY, by=("dx",)),
         Mistake("every gate is open", "more.where(open_gate, 0.0)", "more",
                 "only tokens with an open gate go through the MLP: for the others nothing is added"),
         Mistake("the MLP replaces the token", END, "    y = more.where(open_gate, x).where(real, 0.0)\n",

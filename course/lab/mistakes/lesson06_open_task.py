@@ -12,6 +12,7 @@ SCALE = "            velocity.mul_(self.momentum).add_(gradient * factor)\n"
 CAPTURE = """            with capturing(self.graphs[work]):
                 work()
         self.graphs[work].replay()"""
+MOVE = "            p.sub_(self.rate * velocity)\n"
 FROZEN = ("a replay reads the tensor that was captured, and a new tensor under the same name changes nothing there: fill the old "
           "one in place")
 STALE = "this list has many names for one tensor, which every replay writes over: clone the loss after the replay"
@@ -23,6 +24,10 @@ MISTAKES = {
         Mistake("a rate that is frozen", RATE, "        self.rate = torch.full_like(self.rate, rate)\n", FROZEN),
         Mistake("a number of micro-batches that is frozen", MICROS,
                 "        self.micros = torch.full_like(self.micros, len(micros))\n", FROZEN),
+        Mistake("the rate of the warm-up", RATE, "        if self.steps <= WARM:\n    " + RATE,
+                "replays use the rate that was there at the capture: fill the tensor that they read in every step"),
+        Mistake("the micro-batches of the warm-up", MICROS, "        if self.steps <= WARM:\n    " + MICROS,
+                "replays divide by the number of micro-batches at the capture: fill the tensor that they read in every step"),
         Mistake("gradients are never zero", ZERO, "            pass\n",
                 "gradients add up over all steps: make them zero after the update, in place and in the graph"),
         Mistake("gradients are made anew in each micro-batch", BACK,
@@ -36,6 +41,8 @@ MISTAKES = {
                 "another one in each step"),
         Mistake("the sum is clipped", BACK, "        (loss * self.micros).backward()\n",
                 "the norm is that of the mean gradient: this clips the sum over the micro-batches"),
+        Mistake("the norm of the sum", "(self.clip / norm)", "(self.clip / (norm * self.micros))",
+                "the norm is that of the mean gradient: divide by the number of micro-batches first, then clip"),
         Mistake("no clipping", SCALE, SCALE.replace(" * factor", ""),
                 "gradients that are larger than `clip` together are scaled down before they change the momentum"),
         Mistake("everything is clipped", ".clamp(max=1.0)", "",
@@ -43,9 +50,16 @@ MISTAKES = {
         Mistake("each parameter is clipped by itself", SCALE,
                 SCALE.replace("factor", "(self.clip / gradient.norm()).clamp(max=1.0)"),
                 "one norm over the gradients of all parameters decides, and one factor scales all of them"),
-        Mistake("the step is clipped", SCALE + "            p.sub_(self.rate * velocity)\n",
+        Mistake("the step is clipped", SCALE + MOVE,
                 SCALE.replace(" * factor", "") + "            p.sub_(self.rate * factor * velocity)\n",
                 "clip the gradient before it enters the momentum: this scales the velocity, old gradients and all"),
+        Mistake("the rate within the momentum", SCALE + MOVE,
+                SCALE.replace("gradient * factor", "self.rate * gradient * factor") + MOVE.replace("self.rate * ", ""),
+                "the velocity adds up gradients alone, and the rate multiplies it when a parameter moves: here old gradients "
+                "keep the rate of their step"),
+        Mistake("parameters in new memory", MOVE, "            p.data = p - self.rate * velocity\n",
+                "a replay writes where the capture wrote, and the parameter's name then leads elsewhere: change it in place, "
+                "`p.sub_(...)`"),
         Mistake("the momentum starts anew", SCALE, "            velocity = torch.zeros_like(p)\n" + SCALE,
                 "each replay begins with new velocities of zero: make them before the capture, and change them in place"),
         Mistake("a loss that later steps write over", KEEP, KEEP.replace(".clone()", ""), STALE),

@@ -268,8 +268,9 @@ MISTAKES = {
                 "    under_way = dist.all_gather(parts, bucket.flat, group=axis.group, async_op=True)\n"
                 "    bucket.work = __import__('types').SimpleNamespace(\n"
                 "        wait=lambda: (under_way.wait(), bucket.flat.copy_(sum(parts))))",
-                "an all-gather brings every rank the buckets of all others, (n - 1) times the size: start an all-reduce, which "
-                "sends at most twice the size"),
+                "another collective than an all-reduce is called. An all-gather brings every rank the buckets of all others, "
+                "(n - 1) times the size. A reduce-scatter or a reduce needs a second call, which waits for the first. Start an "
+                "all-reduce, which sends at most twice the size"),
         Mistake("reduced to one rank",
                 "bucket.work = dist.all_reduce(bucket.flat, mean_op(bucket.flat), group=axis.group, async_op=True)",
                 "bucket.work = dist.reduce(bucket.flat, axis.ranks[0], group=axis.group, async_op=True)",

@@ -35,6 +35,11 @@ MISTAKES = {
                 "the gradient of a token's loss is softmax(logits) minus 1 at the target: the 1 is missing"),
         Mistake("logits for probabilities", GRAD, GRAD.replace("log.exp()", "log"),
                 "the gradient begins with probabilities: take exp of the logarithms"),
+        Mistake("one maximum for a chunk", LOG, LOG.replace("(rows @ weight.T).log_softmax(-1)",
+                "(rows @ weight.T).sub_((rows @ weight.T).amax())\n"
+                "            log = log - log.exp().sum(-1, keepdim=True).log()"),
+                "relative to another token's largest logit, all exponentials of a token can be 0: subtract each token's own, as "
+                "log_softmax does"),
         Mistake("a logarithm of zero", LOG, LOG.replace("log_softmax(-1)", "softmax(-1).log()"),
                 "exp of a large logit overflows, and a small probability becomes 0, whose logarithm is infinite: log_softmax has "
                 "neither"),
@@ -116,6 +121,8 @@ MISTAKES = {
         Mistake("what is left over, and no mask", PART, "part = F.embedding(tokens % len(self.weight), self.weight)",
                 "every rank looks up the remainder of the division, so it adds a vector for every token: set zeros where the "
                 "token is not `here`"),
+        Mistake("a mask upside down", PART, PART.replace("* here", "* ~here"),
+                "this keeps what is looked up for tokens of other ranks, and drops its own: multiply by `here`"),
         Mistake("numbers for a mask", PART, "part = F.embedding(row * here, self.weight)",
                 "row 0 is a token like any other: set the vectors of tokens that are not here to zero"),
         Mistake("tokens without sequence parallelism", LEAVE, "return leave_region(part, self.axis, None)",
@@ -158,6 +165,12 @@ MISTAKES = {
                 "all-reduce sums by default: for the largest, pass dist.ReduceOp.MAX"),
         Mistake("no maximum", "s = s - largest[..., None]", "s = s.clone()",
                 "exp overflows: subtract the largest logit of the token first"),
+        Mistake("one maximum for all tokens", "largest = s.amax(-1)", "largest = s.amax().repeat(s.shape[:-1])",
+                "relative to another token's largest logit, all exponentials of a token can be 0, whose logarithm is -inf: take "
+                "the maximum over the last dim"),
+        Mistake("minus infinity for those of others", WANTED,
+                "wanted = s.gather(-1, column[..., None]).squeeze(-1).where(here, -torch.inf)",
+                "the target's logit is a sum over the ranks, and a sum with -inf is -inf: ranks without the target add 0"),
         Mistake("a sum of one's own", ADD, "",
                 "each rank has the sum over its own columns, and the target's logit if it is here: sum both over the ranks"),
         Mistake("all ranks for those of the axis", ", group=axis.group", "",

@@ -41,6 +41,10 @@ MISTAKES = {
                 'str(int(environ["SLURM_PROCID"]) % int(environ["SLURM_NTASKS_PER_NODE"]))',
                 "the rank modulo the tasks of a node is its local rank only if the ranks fill one node after another. With a "
                 "cyclic distribution, two tasks of a node would take the same GPU: use SLURM_LOCALID"),
+        Mistake("rank over nodes", 'environ["SLURM_LOCALID"]',
+                'str(int(environ["SLURM_PROCID"]) // int(environ["SLURM_NNODES"]))',
+                "the rank divided by the nodes is its number on the node only if Slurm deals ranks out in turn to nodes of equal "
+                "size: use SLURM_LOCALID"),
         Mistake("nodes for ranks", '"WORLD_SIZE": environ["SLURM_NTASKS"]', '"WORLD_SIZE": environ["SLURM_NNODES"]',
                 "WORLD_SIZE is the number of ranks, not of nodes: SLURM_NTASKS"),
         Mistake("nodes times tasks", '"WORLD_SIZE": environ["SLURM_NTASKS"]',
@@ -90,6 +94,9 @@ MISTAKES = {
                 "the script requests no GPUs, and Slurm gives a job only what it requests: add --gpus-per-node if gpus is not 0"),
         Mistake("GPUs where there are none", '*([f"--gpus-per-node={gpus}"] if gpus else [])', 'f"--gpus-per-node={gpus or 1}"',
                 "if gpus is 0, the script still requests one: a cluster without GPUs refuses the job, or the job waits forever"),
+        Mistake("a number that is not there yet", "ranks=$!\n" + TRAP, 'trap "kill -USR1 $ranks" USR1\nranks=$!\n',
+                "in double quotes the shell replaces $ranks where the trap is set, and there it has no value: `set -u` ends the "
+                "script. Use single quotes, in which it is replaced when the trap runs"),
         Mistake("in the foreground", SRUN + "ranks=$!\n" + TRAP + WAIT + AGAIN,
                 TRAP.replace('"$ranks"', "%1") + "status=0\n" + SRUN.replace(" &\n", " || status=$?\n"),
                 "bash runs a trap only when the command in the foreground has ended, and here that is srun, which ends at the "

@@ -36,6 +36,8 @@ MISTAKES = {
                 "the step of the checkpoint is already done: continue with the next one, load() + 1"),
         Mistake("saves every step", "        if done % every == 0:\n", "        if True:\n",
                 "it saves after every step, which costs more than training: save every `every` steps, and when it stops"),
+        Mistake("no save at the end", STOP, "    if asked and saved < done:\n        save(done)\n",
+                "the run may end at a step that `every` does not divide, and then nobody saves the last ones: save at the end"),
         Mistake("saves twice", STOP, "    save(done)\n",
                 "it may write a checkpoint that already exists, if the signal arrives during a save or during loading"),
         Mistake("always done", STATUS, "    return 0\n",

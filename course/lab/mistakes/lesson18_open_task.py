@@ -65,6 +65,11 @@ MISTAKES = {
                 "the newest file can be damaged, and then an older one is needed: keep two", by=("again",)),
         Mistake("the next save is the next due one", DUE, "(done % job.every == 0 or done == job.last)",
                 "where the disk was full, save after the next step, not when the next checkpoint is due", by=("again",)),
+        Mistake("what a killed process left stays",
+                "            if not right or len(whole) == 2:\n                disk.remove(name)\n",
+                "            if not right:\n",
+                "a process that was killed can leave a half file, or a third checkpoint. Nobody removes them later: do it while "
+                "you load", by=("most",)),
         Mistake("all stay", OLD, "", "checkpoints pile up: remove all but the newest two once a new one is safe",
                 by=("left", "most")),
     ),

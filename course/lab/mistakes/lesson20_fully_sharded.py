@@ -147,6 +147,11 @@ MISTAKES = {
                 '    events = [("gather", unit) for unit in range(units)]\n    for unit in range(units):\n'
                 '        events.append(("forward", unit))\n        if unit < last:\n            events.append(("free", unit))\n',
                 "all units are gathered at the start, so all are whole at once: gather one unit ahead of the one that computes"),
+        Mistake("a gather after the compute",
+                '            events.append(("gather", unit + 1))\n        events.append(("forward", unit))\n',
+                '            pass\n        events.append(("forward", unit))\n        if unit < last:\n'
+                '            events.append(("gather", unit + 1))\n',
+                "a gather begins when the compute that should hide it is over: put it before that compute"),
         Mistake("no prefetch", START + FORWARD + BACKWARD_LOOP + BACKWARD,
                 '    events = []\n    for unit in range(units):\n        events += [("gather", unit), ("forward", unit)]\n'
                 '        if unit < last:\n            events.append(("free", unit))\n' + BACKWARD_LOOP +

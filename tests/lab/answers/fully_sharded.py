@@ -75,6 +75,7 @@ WRONG = [
     ("reduce-gradients", REDUCE.replace("unit.share.grad += mine", "unit.share.grad = mine"), "earlier micro-batches are lost"),
     ("reduce-gradients", REDUCE.replace("(0, len(unit.whole) - len(flat))", "(len(unit.whole) - len(flat), 0)"),
      "padding comes at the end"),
+    ("reduce-gradients", REDUCE.replace("p.new_zeros(p.numel())", "p.new_empty(p.numel())"), "memory from `empty`"),
     ("step-events", '''
 def step_events(units):
     events = []
