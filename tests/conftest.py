@@ -26,7 +26,7 @@ GRID = (8, 16)
 LONGEST = "tests/lab/test_lessons.py"                # one process takes half an hour for them
 BY_TURNS = ("tests/lab/test_answers.py", "tests/lab/test_exercises.py", "tests/convert/test_reshard.py", "tests/experiments/",
             "tests/bench/", "tests/inference/test_sample_images.py", "tests/test_docs.py::test_the_site")
-HALVES = "tests/lab/test_lessons.py::test_masters_execute"             # of these every other one, not a part as small as of those
+LESSONS = "tests/lab/test_lessons.py::test_masters_execute"
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (group(item) != LONGEST, -sizes[group(item)], group(item)))
     if part := os.environ.get("COURSE_PART"):
         number, parts = map(int, part.split("/"))
-        mine = [item for item in items if turn(item, parts) in (None, number % parts_of(item, parts))]
+        mine = [item for item in items if not is_left_out(item, number, parts)]
         config.hook.pytest_deselected(items=list(set(items) - set(mine)))
         items[:] = mine
 
@@ -54,17 +54,14 @@ def group(item: pytest.Item) -> str:
     return str(mark.args[0])
 
 
-def parts_of(item: pytest.Item, parts: int) -> int:
-    """How many turns a test that comes by turns has."""
-    return 2 if item.nodeid.startswith(HALVES) else parts
-
-
-def turn(item: pytest.Item, parts: int) -> int | None:
-    """The turn of a slow test that is one of very many alike, or of an experiment; None if it always runs. Of these continuous
-    integration runs a part each time, `COURSE_PART=0/4` to 3/4, and of the lessons every other one."""
-    if item.get_closest_marker("slow") is None or not item.nodeid.startswith((*BY_TURNS, HALVES)):
-        return None
-    return crc32(item.nodeid.encode()) % parts_of(item, parts)
+def is_left_out(item: pytest.Item, number: int, parts: int) -> bool:
+    """Whether a slow test is one of very many alike, or of an experiment, and not in this part: of these continuous integration
+    runs a part each time, `COURSE_PART=0/4` to 3/4. Of the lessons it runs those with even numbers, or those with odd ones."""
+    if item.get_closest_marker("slow") is None:
+        return False
+    if item.nodeid.startswith(LESSONS):
+        return int(item.nodeid.partition("[")[2][:2]) % 2 != number % 2
+    return item.nodeid.startswith(BY_TURNS) and crc32(item.nodeid.encode()) % parts != number
 
 
 class Teller:
