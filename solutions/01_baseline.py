@@ -645,14 +645,18 @@ errors = {"forecasts the state": runs["state"]["u10_rmse"]["model"],
           "persistence": runs["state"]["u10_rmse"]["persistence"],
           "climatology": runs["state"]["u10_rmse"]["climatology"]}
 crossing = next(day for day, ours, theirs in zip(
-    days, errors["forecasts the change"], errors["climatology"], strict=True) if ours > theirs)
+    days, errors["forecasts the change"], errors["climatology"], strict=True)
+    if ours > theirs)
 lab.beside("error of the state's model / the change's, after 6 hours", my_times,
-           errors["forecasts the state"][0] / errors["forecasts the change"][0], "times")
-lab.beside("climatology is better than the change's model after", my_days, crossing, "days")
+           errors["forecasts the state"][0] / errors["forecasts the change"][0],
+           "times")
+lab.beside("climatology is better than the change's model after", my_days, crossing,
+           "days")
 skill = style.curves({name: (days, values) for name, values in errors.items()},
-                     "days ahead", "RMSE of u10 (m/s)", "Two models of 24 million parameters")
-lab.picture(skill, "Errors grow with lead time: the model that forecasts the change stays "
-            "below the one that forecasts the state; both end above climatology")
+                     "days ahead", "RMSE of u10 (m/s)",
+                     "Two models of 24 million parameters")
+lab.picture(skill, "Errors grow with lead time: the model that forecasts the change "
+            "stays below the one that forecasts the state; both end above climatology")
 
 # %% [markdown]
 # **What you should see:** after six hours the errors are {result: of_state | .2f} and {result: of_change | .2f} m/s, and

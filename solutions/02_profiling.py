@@ -418,7 +418,8 @@ lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / leng
 # it reaches the GPU. The row *other streams* is work that the GPU does beside its main stream.
 
 # %%
-steps = {letter: profile.last_step(trace_breakdown.read(lab.recording(f"traces/{file}")))
+steps = {letter: profile.last_step(
+             trace_breakdown.read(lab.recording(f"traces/{file}")))
          for letter, file in (("A", "dali.json.gz"),
                               ("B", "read_by_the_training_process.json.gz"),
                               ("C", "threads.json.gz"))}
@@ -484,7 +485,8 @@ print("you said:", my_cause)
 # The first picture is a step of GPT 124M on an H200. In the second, someone wrote attention as a textbook does.
 
 # %%
-snapshots = {name: memory_snapshot.read(lab.recording(f"traces/memory_{name}.pickle.gz"))
+snapshots = {name: memory_snapshot.read(
+                 lab.recording(f"traces/memory_{name}.pickle.gz"))
              for name in ("library", "changed")}
 lab.picture(profile.memory(snapshots["library"], "GPT 124M, 8 samples, on an H200"),
             "Memory rises during the forward pass and falls during the backward pass; "

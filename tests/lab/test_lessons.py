@@ -344,20 +344,17 @@ def stated(path):
     return 0.5 if amount == "half a" else float(amount)
 
 
-def code_lines(path):
-    """The code of a master that learners read: neither text, nor exercises, whose source is the library's, nor its numbers."""
-    shown = False
-    for line in path.read_text().splitlines():
-        if line.startswith("# %%"):
-            shown = not any(word in line for word in ("[markdown]", "exercise=", "numbers=true"))
-        elif shown:
-            yield line
-
-
 @pytest.mark.parametrize("path", lessons.masters([]), ids=lambda path: path.stem)
 def test_code_needs_no_horizontal_scrolling(path):
-    long = [line for line in code_lines(path) if len(line) > 88]
-    assert all("SLURM" in line or line.lstrip().startswith('f"{') for line in long), long       # words that cannot be broken
+    assert not lessons.long_lines(path)
+
+
+def test_a_lesson_whose_code_needs_scrolling_is_not_built(tmp_path):
+    (tmp_path / "solutions").mkdir()
+    long = f"print({'1 + ' * 22}1)"
+    (tmp_path / "solutions/99_long.py").write_text(f"# %% [markdown]\n# {long}\n# %%\nprint(1)\n{long}\n")
+    with pytest.raises(CourseError, match=r"99_long.py has code of more than 88 columns.* break print\(1 \+ [^;]*$"):
+        lessons.build([], tmp_path)
 
 
 def test_the_whole_course_computes_for_less_than_half_an_hour():

@@ -36,6 +36,7 @@ from course.utils.errors import CourseError
 
 ROOT = stubs.PACKAGE.parent                          # holds notebooks/ and solutions/ in a clone
 SHIPPED = stubs.PACKAGE / "given"                    # the same files in a wheel
+COLUMNS = 88                                         # of a line of code, at most
 BUILDER_VERSION = "2"                                # a new version makes all notebooks stale
 CELL_TIMEOUT = 900                                   # seconds that a cell may take
 CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
@@ -63,8 +64,12 @@ def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
     """Write the notebooks of these lessons, and execute those whose code, or what it shows, has changed.
 
     If only text, line breaks, comments, points or other nbgrader metadata changed, it executes nothing and keeps the outputs.
+    Raises `CourseError` for code that is too long for a notebook's cell.
     """
     for master in masters(names, root):
+        if long := long_lines(master):
+            raise CourseError(f"{master.name} has code of more than {COLUMNS} columns, for which a learner would have to scroll: "
+                              f"break {'; '.join(line.strip() for line in long)}")
         write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
         target, notebook = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
         before = None if force or is_stale(target, notebook) else notebook_cells.load_notebook(target)
@@ -75,6 +80,17 @@ def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
             take_outputs(notebook, before)
         write_notebook(notebook, target)
         print(f"{master.stem}: up to date")
+
+
+def long_lines(master: Path) -> list[str]:
+    """Lines of code that are too long for a cell. Not in it: text, exercises, whose source is the library's, and numbers."""
+    found, shown = list[str](), False
+    for line in master.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# %%"):
+            shown = not any(word in line for word in ("[markdown]", "exercise=", "numbers=true"))
+        elif shown and len(line) > COLUMNS and "SLURM" not in line and not line.lstrip().startswith('f"{'):  # unbreakable words
+            found.append(line)
+    return found
 
 
 def take_outputs(notebook: Any, executed: Any) -> None:
