@@ -166,7 +166,7 @@ def test_presets_say_what_they_are(monkeypatch, capsys):
     assert told["gpt-moe-8x7b"][:2] == ["46.7B", "12.9B"]
     assert told["gpt-7b"][0] == "6.66B" and told["gpt-7b"][3:] == ["random", "GPT-3 6.7B"]
     assert 16 * 6.66 < float(told["gpt-7b"][2]) < 21 * 6.66             # weights, gradients, two moments: 16 bytes a parameter
-    assert told["vit-demo"][3:] == ["data/weather-32x64", "A forecast on a laptop"] and float(told["vit-demo"][2]) < 1
+    assert told["vit-demo"][3:] == ["data/weather-32x64", "A forecast on a laptop"] and float(told["vit-demo"][2]) < 1.5
     assert all(len(words) == 5 for words in told.values())
 
 

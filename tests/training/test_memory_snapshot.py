@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course.lab.instruments.tensor_memory import MemoryHistory
-from course.lab.notebook import trace
+from course.lab.notebook import recording
 from course.training import memory_snapshot, profile_run
 from course.utils.errors import CourseError
 
@@ -57,7 +57,7 @@ def test_what_is_no_snapshot_is_a_sentence(tmp_path, content, words):
 
 def test_the_recorded_snapshots_show_attentions_scores():
     """Of one layer 403 MB in fp32, in 12 layers; PyTorch's attention has none of them."""
-    lines = {name: memory_snapshot.alive_at_peak(memory_snapshot.read(trace(f"memory_{name}.pickle.gz")))
+    lines = {name: memory_snapshot.alive_at_peak(memory_snapshot.read(recording(f"traces/memory_{name}.pickle.gz")))
              for name in ("library", "changed")}
     most = max(lines["changed"], key=lambda line: lines["changed"][line])
     assert most.endswith(" attend") and lines["changed"][most] == pytest.approx(12 * 8 * 12 * 1024**2 * 4, rel=0.01)
