@@ -11,7 +11,7 @@ from course.planner.search_space import SearchRequest, divisors, least_memory_va
 
 TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer states", "average": "the weights' average",
          "copies": "16-bit copies of weights", "activations": "activations", "logits": "logits", "batch": "the batch",
-         "buffers": "communication buffers", "workspace": "workspace", "reserve": "CUDA and fragments"}
+         "buffers": "communication buffers", "workspace": "workspace", "reserve": "CUDA, NCCL and fragments"}
 
 
 @dataclass(frozen=True)
