@@ -319,6 +319,11 @@ def sp(world: World, small: bool) -> Iterator[Row]:
         overlapped_linear.SMALL, overlapped_linear.SHORT = known
 
 
+def alone(begin: Callable[[], Callable[[], object]]) -> None:
+    """Begin a communication, and wait for its end."""
+    begin()()
+
+
 def exchange(world: World, small: bool) -> Iterator[Row]:
     """The communication of sequence parallelism for one linear, by NCCL and symmetric memory, alone and beside the linear's
     matmul. On GPUs, a graph holds twenty calls."""
@@ -341,7 +346,7 @@ def exchange(world: World, small: bool) -> Iterator[Row]:
         for how, direct in (("NCCL", False), ("through memory", True)):
             for what, begin in (("gather", partial(overlapped_linear.gather, x, axis, tokens, direct)),
                                 ("scatter", partial(overlapped_linear.scatter, y, axis, direct))):
-                calls[f"{what}, {how}"] = lambda begin=begin: begin()()             # type: ignore[misc]
+                calls[f"{what}, {how}"] = partial(alone, begin)
                 calls[f"matmul beside {what}, {how}"] = partial(beside, begin)
         for case, call in calls.items():
             run = twenty(call) if world.device.type == "cuda" else call

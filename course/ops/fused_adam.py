@@ -59,8 +59,9 @@ class Adam(torch.optim.Adam):
         steps = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(steps, 1)
         for p in parameters:
-            own = self.state[p]
-            fused_adam_triton.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
+            own, grad = self.state[p], p.grad
+            assert grad is not None                  # `parameters` are those with one
+            fused_adam_triton.update(p, grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],
                                self.values[p] if self.values else None, self.copies.get(p), own["step"], group["lr"],
                                self.grad_scale,
                                self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow,

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -130,8 +131,8 @@ def work(fd: int, rank: int, n: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)      # type: ignore[union-attr]
-    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")                           # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):
+        cast(TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     torch.set_num_threads(max(1, torch.get_num_threads() // n))
     threading.Thread(target=listen, daemon=True).start()
     send(state="ready")
