@@ -283,7 +283,8 @@ def reachable(asked: SearchRequest, candidates: Iterable[Config]) -> Iterator[Co
 
 
 def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Config]:
-    """Yield the variants of a layout that need the least memory: the smallest micro-batch and the most recomputation.
+    """Yield the variants of a layout that need the least memory: the smallest micro-batch and the most recomputation; with stage 3
+    of ZeRO also the least recomputation, of the smallest micro-batch and of the largest, which accumulates no gradients.
 
     Of the schedules only 1f1b, if allowed, since it keeps least; of overlaps that need the same memory, only one."""
     again = asked.values("train.recompute", RECOMPUTE)[::-1]
@@ -298,12 +299,14 @@ def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Confi
         if others.get("parallel.shard") and "parallel.shard" not in asked.fixed:        # over all ranks needs less
             continue
         alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)
-    micro = micro_batch_sizes(asked, start)[0]
+    sizes = micro_batch_sizes(asked, start)
     for chunks, others in product(some, alike.values()):
-        variants = (changed(start, {**chunks, **others, "train.micro_batch": micro, "train.recompute": how}) for how in again)
-        config = next((one for one in variants if not refusal(one)), None)
-        if config is not None:
-            yield config
+        ways = [(sizes[0], again)] + [(micro, again[::-1]) for micro in {sizes[0], sizes[-1]} if others["parallel.zero"] == 3]
+        for micro, order in ways:
+            variants = (changed(start, {**chunks, **others, "train.micro_batch": micro, "train.recompute": how}) for how in order)
+            config = next((one for one in variants if not refusal(one)), None)
+            if config is not None:
+                yield config
 
 
 # ---- configurations
