@@ -283,8 +283,8 @@ def reachable(asked: SearchRequest, candidates: Iterable[Config]) -> Iterator[Co
 
 
 def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Config]:
-    """Yield the variants of a layout that need the least memory: the smallest micro-batch and the most recomputation; with stage 3
-    of ZeRO also the least recomputation, of the smallest micro-batch and of the largest, which accumulates no gradients.
+    """Yield the variants of a layout that need the least memory: the smallest micro-batch and the most recomputation; with
+    stage 3 of ZeRO also the least recomputation, of the smallest micro-batch and of the largest, which accumulates nothing.
 
     Of the schedules only 1f1b, if allowed, since it keeps least; of overlaps that need the same memory, only one."""
     again = asked.values("train.recompute", RECOMPUTE)[::-1]
