@@ -622,7 +622,7 @@ my_speedup = 32                  # your prediction
 # ## Exercise: samples to a target
 #
 # To compare curves, ask how many samples each needs to reach a given loss. Find the first validation at or below `target`.
-# Interpolate linearly between it and the validation before. If the first validation is already low enough, return its own samples;
+# Interpolate linearly between it and the validation before. If the first one is already low enough, return its own samples;
 # if none is, return `math.inf`. `steps` counts optimizer steps, each of `batch` samples.
 
 # %% exercise="samples-to-target"
