@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 08 · Scaling and convergence
 #
-# With data parallelism, n GPUs process n times the samples per second if the batch grows with them. Is the model trained n
-# times sooner? Only if a sample in a large batch teaches as much as a sample in a small batch. That is a question about
+# With data parallelism, n GPUs process n times the samples per second if the batch grows with them. Does the model train n
+# times faster? Only if a sample in a large batch teaches as much as a sample in a small batch. That is a question about
 # learning, not about computers. In this lesson you measure how batch, learning rate and samples depend on one another.
 #
 # **What you will learn**
@@ -99,7 +99,7 @@ simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"},
 # ## Fewer, larger steps
 #
 # Start with an experiment that fits on your machine: 640 samples, in 160 steps of 4 or in 40 steps of 16. Everything else is
-# the same, also the learning rate of 0.002.
+# the same, including the learning rate of 0.002.
 #
 # > **Predict.** Which of the two ends at the lower validation loss? By how many percent?
 
@@ -150,15 +150,15 @@ lab.beside("batch 16 ends higher than 4 by", my_percent,
            100 * (losses["16"] / losses["4"] - 1), "%")
 
 # %% [markdown]
-# Samples and arithmetic are the same, and the larger batch is behind. It took a quarter of the steps, and each step was no
-# longer than the small batch's. Four times as many samples per step buy a *better direction*. Is it so much better that a
-# step may be longer?
+# Samples and arithmetic are the same, but the larger batch is behind. It took a quarter of the steps, and each step moved the
+# weights no further than the small batch's. Four times as many samples per step buy a *better direction*. Is it good enough
+# for longer steps?
 #
 # > **Question.** Why is the direction better?
 #
 # <details><summary>Answer</summary>
 # The gradient of a batch estimates the gradient over all data. The average of more samples is a better estimate: its variance
-# falls as one over the batch.
+# is inversely proportional to the batch size.
 # </details>
 #
 # ## How noisy is a gradient?
@@ -194,7 +194,7 @@ check("noise-scale")
 # Measure the noise scale of the model that you trained with batches of 4. Use the gradients of 64 single samples, and the
 # gradient of all 64. All are taken at the same weights, as the two equations assume.
 #
-# > **Predict.** At which batch are signal and noise equal?
+# > **Predict.** At which batch size are signal and noise equal?
 
 # %%
 my_noise_scale = 16              # your prediction, in samples
@@ -228,7 +228,7 @@ lab.beside("noise scale after 640 samples", my_noise_scale, early_noise, "sample
 
 # %% [markdown]
 # **What you should see:** about two samples. So soon after the start, all samples agree on what to learn first. The gradient
-# is long, and four samples know its direction well. Sixteen know it a little better, at four times the price.
+# is large, and four samples estimate its direction well. Sixteen estimate it a little better, at four times the price.
 #
 # Later, the model has learned what all samples agree on. Let the small batch continue to 2,560 samples, and measure again.
 #
@@ -243,16 +243,16 @@ lab.beside("noise scale after 2,560 samples", my_later_noise, late_noise, "sampl
 
 # %% [markdown]
 # It is larger, three or four samples, because the gradient shrinks faster than its noise. Remember that number. For the price
-# of a backward pass, it forecasts the batch up to which a larger one is worth having. The forecast is rough: it takes all
-# directions as equally important, and it knows nothing of Adam.
+# of a backward pass, it forecasts up to which size a larger batch pays off. The forecast is rough: it treats all directions
+# as equally important, and ignores Adam.
 #
 # ## How long may a step be?
 #
 # A longer step gains more along the gradient and loses more to noise. Consider plain gradient descent far below the noise
 # scale. There the best learning rate is proportional to the batch, the **linear** rule (Goyal et al. 2017). Adam divides the
-# gradient by its own size, and noise makes up most of that size. So for Adam the best rate grows with the **root** of the
-# batch (Malladi et al. 2022). Above the noise scale both rules end: the best rate then depends on the curvature of the loss,
-# not on the batch.
+# gradient by its own size, and noise makes up most of that size. So for Adam the best rate grows with the **square root** of
+# the batch (Malladi et al. 2022). Above the noise scale both rules end: the best rate then depends on the curvature of the
+# loss, not on the batch.
 #
 # ## Exercise: two rules
 
@@ -271,7 +271,7 @@ check("scaled-rate")
 
 # %% [markdown]
 # The reference model of this course trains with 0.0005 at 16 samples. NERSC's course, its origin, scales the rate with the
-# root of the batch, and so do the presets `vit-bs16` to `vit-bs2048`.
+# square root of the batch, and so do the presets `vit-bs16` to `vit-bs2048`.
 #
 # > **Predict** the rate of `vit-bs2048`. What would the linear rule give?
 
@@ -290,7 +290,7 @@ lab.beside("\nvit-bs2048", my_rate, config.load("vit-bs2048").optim.lr, how="pre
 # Back to the experiment: 40 steps of 16 samples, with the rate that each rule gives.
 #
 # > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples? And how much of
-# > the distance to the small batch will it make up?
+# > the gap to the small batch will it close?
 
 # %%
 my_best_rule = "sqrt"            # your prediction: "same", "sqrt" or "linear"
@@ -317,8 +317,8 @@ lab.beside("of the distance to batch 4 it makes up", my_share,
 # and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale predicted this. A batch of 4 is
 # already above it, so little noise is left to average away, and a better direction does not help.
 #
-# The rules describe batches *below* the noise scale, and later in training these batches may be there. To see it, you have to
-# train longer and try many rates with every batch. The reference runs do that.
+# The rules describe batches *below* the noise scale, and later in training your batches may be there. To see this, you have
+# to train longer and try many rates with every batch. The reference runs do that.
 #
 # ## Warm-up and schedule
 #
@@ -341,21 +341,21 @@ lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear
 
 # %% [markdown]
 # A few steps decide the whole run. With 5 steps of warm-up in all runs, you would have concluded that the linear rule ruins
-# training. In fact the warm-up was too short. A fair comparison of batches or rates gives each of them everything else that
-# it needs.
+# training. In fact the warm-up was too short. In a fair comparison of batches or rates, each one gets the warm-up that it
+# needs.
 #
-# At the end of training a long step does not help. Noise makes the weights jump about the floor of the valley, at a height
-# that depends on the noise and the rate. So the rate falls, here along half a cosine (Loshchilov and Hutter 2017).
+# At the end of training, long steps do not help. Noise makes the weights jump around the minimum, at a loss that depends on
+# the noise and the rate. So the rate falls, here along half a cosine (Loshchilov and Hutter 2017).
 #
 # ## Exercise: the schedule
 #
 # `step` is a tensor, the number of steps done so far. `config.optim` has `lr` (the peak), `warmup` (steps), `schedule`
-# ("cosine" or "constant") and `min_lr` (where the cosine ends). `config.train.steps` is the number of all steps. Return the
+# ("cosine" or "constant") and `min_lr` (where the cosine ends). `config.train.steps` is the total number of steps. Return the
 # rate of the next step, a float32 tensor:
 #
 # - "constant": `lr`; "cosine": half a cosine from `lr`, at step `warmup`, to `min_lr`, at step `train.steps`, and `min_lr`
-#   ever after;
-# - while `step < warmup` at most `lr · (step + 1) / warmup`.
+#   from then on;
+# - while `step < warmup`, at most `lr · (step + 1) / warmup`.
 #
 # Use tensor operations only: no `if` on `step`, no `.item()`, so that the training step does not wait for the device.
 
@@ -391,7 +391,7 @@ slider = widgets.explore(schedule_of, warmup=[20, 0, 50, 100], min_lr=[0.0, 2e-4
 #
 # The reference runs train `vit-demo` on 16 simulated years, 5,744 samples. Six batches from 4 to 128 and seven learning rates
 # make 42 runs. Each has a warm-up of 20 steps and then a *constant* rate, so that a curve does not depend on where the run
-# ends. A few more runs change the warm-up or the schedule.
+# ends. A few more runs vary the warm-up or the schedule.
 #
 # Each run was validated {result: validations | d} times, always on the same 359 samples from a year outside the training
 # data. There is one run of each kind, so differences of a percent or two mean nothing. To repeat the runs, use
@@ -408,8 +408,8 @@ print(f"{len(found['runs'])} runs on {found['hardware']}, PyTorch {found['torch'
 print("batches", batches, "\nrates  ", rates)
 
 # %% [markdown]
-# TensorBoard shows them all, as it shows your own runs. Its horizontal axis counts samples here, so that batches compare.
-# Filter the runs on the left by a part of their names, such as `b016` for a batch or `lr4.0e-03` for a rate.
+# TensorBoard shows them all, as it shows your own runs. Here its horizontal axis counts samples, so that you can compare
+# batches. Filter the runs on the left by a part of their names, such as `b016` for a batch or `lr4.0e-03` for a rate.
 
 # %%
 logs = Path("runs/reference")
@@ -420,8 +420,8 @@ address = lab.tensorboard(logs)
 # %% [markdown]
 # Look at one batch first, with all its rates.
 #
-# > **Predict.** The largest rate is 64 times the smallest. How will their curves differ? Which of the seven will be the
-# > lowest in the end?
+# > **Predict.** The largest rate is 64 times the smallest. How will their curves differ? Which of the seven will be lowest at
+# > the end?
 
 # %%
 def curves_of(batch: int):
@@ -443,16 +443,16 @@ slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches
                          "seven learning rates.")
 
 # %% [markdown]
-# **How to read it:** below the best rates, each halving costs more: the curve is smooth and slow, and falls further behind.
-# The largest rate is beyond a cliff: for a long time it learns almost nothing. A factor of two below the cliff lies one of
-# the best rates. Move the slider to 4: there, five rates from 0.0005 to 0.008 end close together. At 128 only the two rates
-# next to the cliff do well.
+# **How to read it:** below the best rates, each halving of the rate costs more: the curve is smooth but slow, and falls
+# further behind. The largest rate is beyond a cliff: for a long time it learns almost nothing. A factor of two below the
+# cliff lies one of the best rates. Move the slider to 4: there, five rates from 0.0005 to 0.008 end close together. At 128
+# only the two rates next to the cliff do well.
 #
-# > **Question.** Somebody compared two batches, both with a rate of 0.001. What did they find out?
+# > **Question.** A colleague compared two batches, both with a rate of 0.001. What did the colleague find out?
 #
 # <details><summary>Answer</summary>
-# Which batch suits a rate of 0.001: the small one. At batch 4 it is one of the good rates, at 128 one of the slow ones. To
-# compare batches, search for the best rate of each.
+# Only which batch suits a rate of 0.001: the small one. At batch 4 it is one of the good rates, at 128 one of the slow ones.
+# To compare batches, search for the best rate of each.
 # </details>
 #
 # ## Do short runs tell the truth?
@@ -460,7 +460,7 @@ slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches
 # **Warm-up.** You compared five steps of warm-up with twenty in a run of 40 steps. Perhaps a long run forgets its beginning?
 # Take batch 64 at its three highest rates, 688 steps, with 20 steps of warm-up and with none.
 #
-# > **Predict.** At the best rate, 0.008, by how many percent is the loss at the end higher without warm-up?
+# > **Predict.** At the best rate, 0.008, by how many percent is the final loss higher without warm-up?
 
 # %%
 my_cold_start = 3                # your prediction
@@ -485,13 +485,14 @@ lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / war
            "%", how="recorded")
 
 # %% [markdown]
-# A long run does not forget. No run broke off, and no loss became infinite. The log of a cold start looks like training; the
-# run is just worse. The damage grows with the rate, and larger batches use higher rates. That is why papers on large batches
-# stress warm-up (Goyal et al. 2017).
+# A long run does not forget. No run stopped early, and no loss became infinite. The log of a cold start looks like training;
+# the run is just worse. The damage grows with the rate, and larger batches use higher rates. That is why papers on large
+# batches stress warm-up (Goyal et al. 2017).
 #
 # **The cosine.** Take the same number of steps, with a constant rate and with one that falls, at batches 16 and 64.
 #
-# > **Predict.** By how many percent is the loss lower in the end, at batch 16 and the best rate of each? And at 64?
+# > **Predict.** At batch 16, with the best rate for each schedule, by how many percent does the cosine lower the final loss?
+# > And at 64?
 
 # %%
 my_gain_16, my_gain_64 = 5, 5    # your predictions
@@ -513,19 +514,19 @@ print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said "
 
 # %% [markdown]
 # **How to read it:** the gain is small. Half a cosine has half the mean rate, so it moves half as far. Where the rate is low,
-# distance is the limit, and the cosine is *worse* at both batches. It pays where the weights jump about: at batch 16, at the
-# highest rates. At 64 there is little noise to remove, and the best constant run is about as good.
+# distance is the limit, and the cosine is *worse* at both batches. It pays off where the weights jump around: at batch 16, at
+# the highest rates. At 64 there is little noise to remove, and the best constant run is about as good.
 #
-# These runs end while the loss is still falling fast. A much longer run reaches the floor that noise and rate set, and there
-# the schedule's end gains more. Its price: you have to know the end in advance, because half of a cosine run is not a cosine
-# run.
+# These runs end while the loss is still falling fast. A much longer run reaches the lowest loss that noise and rate allow,
+# and there a falling rate gains more. Its price: you have to know the end in advance, because half of a cosine run is not a
+# cosine run.
 #
 # ## The noise scale for free?
 #
 # Every reference run recorded the norm of its gradient at each validation. Batch 4 and batch 128 give two batch sizes, so two
 # equations.
 #
-# > **Predict.** Around the same loss, which batch has the longer gradients? What does the noise scale come out as?
+# > **Predict.** Around the same loss, which batch has the longer gradients? What noise scale will you get?
 
 # %%
 def squared_norm(batch: int, lr: float) -> float:
@@ -564,14 +565,14 @@ print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: "
 #
 # ## How samples and steps trade
 #
-# If a sample taught the same in a large batch, the samples to a given loss would not depend on the batch. The steps would
-# fall as one over the batch. McCandlish et al. (section 2.3) say what happens instead:
+# If a sample taught as much in a large batch, the samples to a given loss would not depend on the batch. The steps would be
+# inversely proportional to it. McCandlish et al. (section 2.3) say what happens instead:
 #
 # $$\text{samples} = E_{min}\left(1 + \frac{B}{B_{crit}}\right),\qquad \text{steps} = S_{min}\left(1 + \frac{B_{crit}}{B}\right)$$
 #
-# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ you need twice the fewest samples and twice the fewest steps. Far
-# below it a larger batch is free: as many samples, fewer steps. Far above it you pay in samples and save almost no steps. To
-# find it, take each batch at its best rate.
+# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ you need twice the minimum of samples and twice the minimum of
+# steps. Far below it, a larger batch is free: as many samples, fewer steps. Far above it you pay in samples and save almost
+# no steps. To find it, take each batch at its best rate.
 #
 # > **Predict** the critical batch of this model. You measured a noise scale above.
 
@@ -580,28 +581,28 @@ my_critical = 10                 # your prediction, in samples
 
 
 # %% [markdown]
-# > **Question.** Samples cost money, steps cost time. Somebody has a thousand GPUs and is in a hurry, somebody else has one
-# > GPU and a week. Which batch would you advise?
+# > **Question.** Samples cost money, steps cost time. One person has a thousand GPUs and is in a hurry. Another has one GPU
+# > and a week. Which batch would you recommend to each?
 #
 # <details><summary>Answer</summary>
 # The second wants the fewest samples: a batch well below the critical one, just large enough to keep the GPU busy. The first
-# pays for time: the critical batch costs twice the samples for twice the fewest steps. Beyond it prices rise quickly, and a
-# larger batch buys almost nothing.
+# pays for time: the critical batch costs twice the minimum of samples and takes twice the minimum of steps. Beyond it prices
+# rise quickly, and a larger batch buys almost nothing.
 # </details>
 #
 # ## What will the runs say?
 #
-# At a small batch, several rates need almost equally many samples, so which of them is "the best" is chance. Therefore take
-# *all* rates that need at most a tenth more samples than the batch's best rate, and the middle of their range.
+# At a small batch, several rates need almost equally many samples, so chance decides which of them is "the best". Therefore
+# take *all* rates that need at most a tenth more samples than the batch's best rate. Then take the middle of their range.
 #
-# > **Predict.** With which power of the batch does that middle grow? 1 is the linear rule, 0.5 the root, 0 not at all.
+# > **Predict.** With which power of the batch does that middle grow? 1 is the linear rule, 0.5 the square root, 0 no growth.
 
 # %%
 my_power = 0.5                   # your prediction
 
 # %% [markdown]
-# You wait neither for samples nor for steps, but for their time. One GPU made all runs, and lesson 06 showed what a GPU does
-# with tiny models.
+# What you wait for is neither samples nor steps, but time. One GPU made all runs, and lesson 06 showed what a GPU does with
+# tiny models.
 #
 # > **Predict.** Which batch reaches the target first on this one GPU?
 
@@ -621,8 +622,8 @@ my_speedup = 32                  # your prediction
 # ## Exercise: samples to a target
 #
 # To compare curves, ask how many samples each needs to reach a given loss. Find the first validation at or below `target`.
-# Take the point on the straight line between it and the validation before. If already the first is below, its own samples
-# count; if none is, return `math.inf`. `steps` counts optimizer steps, each of `batch` samples.
+# Interpolate linearly between it and the validation before. If the first one is already low enough, return its own samples;
+# if none is, return `math.inf`. `steps` counts optimizer steps, each of `batch` samples.
 
 # %% exercise="samples-to-target"
 def samples_to(target: float, steps: list[float], losses: list[float], batch: int) -> float:
@@ -698,7 +699,7 @@ lab.picture(data_parallel.logarithmic({"good rates and their "
 
 # %% [markdown]
 # **How to read it:** neither rule holds. The *upper* end is the same for all batches, so curvature probably sets it, not
-# noise. The *lower* end rises: a small batch forgives a low rate, a large batch needs long steps. A rule tells you where to
+# noise. The *lower* end rises: a small batch tolerates a low rate, a large batch needs long steps. A rule tells you where to
 # *begin* a search.
 #
 # ## The critical batch
@@ -735,8 +736,8 @@ print(f"the law misses the measured samples by up to {max(misses):.0f}%")
 lab.beside("critical batch", my_critical, critical, "samples", "computed")
 
 # %% [markdown]
-# Both regimes are there: from 4 to 8 samples stay and steps halve; from 64 to 128 samples almost double and steps hardly
-# change. How certain is the number? Leave out one batch at a time, and choose other targets.
+# Both regimes appear. From batch 4 to 8, the samples stay the same and the steps halve. From 64 to 128, the samples almost
+# double and the steps hardly change. How certain is the number? Leave out one batch at a time, and choose other targets.
 #
 # > **Predict.** For an easier target, 0.15: a smaller critical batch, a larger one, or the same?
 
@@ -757,8 +758,8 @@ for other in (0.15, 0.14, 0.13, 0.12):
 print(f"you said {my_easier}")
 
 # %% [markdown]
-# It is smaller: the further training goes, the larger a useful batch. (GPT-3's batch grew during training; Brown et al. 2020,
-# appendix B.)
+# It is smaller: the further training goes, the larger the useful batch. (GPT-3's batch grew during training; Brown et al.
+# 2020, appendix B.)
 
 # %%
 print(f"noise scale after 640 samples {early_noise:.1f}, after 2,560 {late_noise:.1f}; "

@@ -12,7 +12,7 @@
 # A launcher gives you ranks 0, 1, 2, ..., a plain list of processes. A large model needs several kinds of groups at once:
 # GPUs that share one matrix, GPUs that share one sequence, GPUs that hold copies of the same weights. The **mesh** turns the
 # list into a box with one axis for each kind. It takes one `reshape` and one `permute`. The order of the axes can make
-# communication several times as slow, and you will compute by how much.
+# communication several times slower, and you will compute by how much.
 #
 # **What you will learn**
 #
@@ -109,14 +109,14 @@ print("dp: the column of rank 5", box[:, column].tolist(), "- you said", my_dp_g
 # %% [markdown]
 # ## Exercise: lay the ranks out
 #
-# The library wants the box in one form, whatever the order: a tensor of ranks. Its dims are `(pp, dp, cp, tp)`, as `AXES`
-# lists them. The order decides only **which** rank stands where. Nothing else in the library has to know it.
+# The library expects the box in one form, whatever the order: a tensor of ranks. Its dims are `(pp, dp, cp, tp)`, as `AXES`
+# lists them. The order decides only **which** rank stands where. Nothing else in the library has to know the order.
 #
 # - `sizes` is a dict such as `{"pp": 2, "dp": 4, "cp": 2, "tp": 4}`.
 # - `order` is a string such as `"cp-tp-pp-dp"`: all four axes, slowest first.
 # - Return the ranks 0, 1, 2, ... with the shape (pp, dp, cp, tp).
 #
-# Look up `Tensor.permute`: its argument says, for each dim of the *result*, which dim of the input it is.
+# Look up `Tensor.permute`: for each dim of the *result*, its argument names the dim of the input.
 
 # %% exercise="lay-out"
 from course.parallel.mesh import lay_out
@@ -129,16 +129,16 @@ check("lay-out")
 #
 # <details><summary>Answer</summary>
 # A view never changes the order in which ranks are read: the last dim always has neighbors. The dims must come out as (pp,
-# dp, cp, tp) even if <i>another</i> axis than tp has the neighbors. So the dims have to change places together with their
-# strides, and that is permute. For tp-dp above, <code>arange(8).view(4, 2).permute(1, 0)</code> is [[0, 2, 4, 6], [1, 3, 5,
-# 7]].
+# dp, cp, tp) even if an axis <i>other</i> than tp has the neighbors. So the dims have to change places together with their
+# strides: that is what permute does. For tp-dp above, <code>arange(8).view(4, 2).permute(1, 0)</code> is [[0, 2, 4, 6], [1,
+# 3, 5, 7]].
 # </details>
 #
 # ## Exercise: the groups of an axis
 #
 # A collective runs in a **group**. Along an axis there is one group for each way to fix all other coordinates: with 64 ranks
-# and `tp=4`, sixteen. Write `groups(grid, dim)`, which returns the groups along one dim of the box, a row for each. Within a
-# row the ranks follow the order of the axis. The rows follow the order of the other dims.
+# and `tp=4`, sixteen. Write `groups(grid, dim)`, which returns the groups along one dim of the box, one row for each. Within
+# a row the ranks follow the order of the axis. The rows follow the order of the other dims.
 #
 # It is one line: move the dim to the end, and read the box in rows.
 
@@ -158,18 +158,18 @@ for order in ("pp-dp-cp-tp", "tp-cp-dp-pp"):
 #
 # This is the library's function around yours. It checks the sizes, lays the ranks out, and passes the box to PyTorch's
 # `DeviceMesh`, which makes a process group for every row. It returns **values**: `mesh.tp` is an `Axis` with a size, this
-# rank's position along it, the ranks along it, and the group. Functions that communicate take it as an argument. There is no
-# global table of groups, so no code can read one that is not set up yet.
+# rank's position along it, the ranks along it, and the group. Functions that communicate take an `Axis` as an argument. There
+# is no global table of groups, so no code can read one that is not set up yet.
 
 # %%
 lab.show("course.parallel.mesh.build_mesh")
 lab.show("course.parallel.mesh.Axis")
 
 # %% [markdown]
-# Start four ranks with `dp=2` and `tp=2`, with your two functions in the library's place. Each rank contributes its own
+# Start four ranks with `dp=2` and `tp=2`, with your two functions in place of the library's. Each rank contributes its own
 # number. The program adds these numbers along `tp`, and separately along `dp`.
 #
-# > **Predict** both sums of every rank, for the order `pp-dp-cp-tp`. Then for `tp-pp-cp-dp`.
+# > **Predict** both sums on every rank, for the order `pp-dp-cp-tp`. Then for `tp-pp-cp-dp`.
 
 # %%
 def add_up_along(order: str) -> str:
@@ -190,12 +190,12 @@ for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
 # With `tp` last, ranks 0 and 1 are a tensor-parallel pair: 0 + 1 = 1. With `dp` last they hold copies of the same weights,
 # and rank 0 shares its matrices with rank 2.
 #
-# Gradients need one more axis. They are averaged over all ranks with the **same weights and other data**. Ranks along `dp`
-# have other samples, ranks along `cp` other tokens. In the box the two dims lie side by side, so the joint axis is
-# `grid.flatten(1, 2)`. The library calls it `dp_cp`.
+# Gradients need one more axis. They are averaged over all ranks with the **same weights and different data**. Ranks along
+# `dp` have different samples, ranks along `cp` different tokens. In the box the two dims lie side by side, so the joint axis
+# is `grid.flatten(1, 2)`. The library calls it `dp_cp`.
 #
-# > **Predict.** Eight ranks train a model of two blocks with `pp=2 dp=2 tp=2`. Which weights does rank 5 hold, and which rank
-# > holds the same?
+# > **Predict.** Eight ranks train a model of two blocks with `pp=2 dp=2 tp=2`. Which weights does rank 5 hold, and which
+# > other rank holds the same ones?
 
 # %%
 EIGHT = ("vit-demo", "model.depth=2", "train.global_batch=4", "train.micro_batch=1",
@@ -213,8 +213,9 @@ lab.picture(who_holds.parameters(ranks(8)(trace, *EIGHT), WEIGHTS,
             "hold the same, and so do 1 and 3, 4 and 6, 5 and 7.")
 
 # %% [markdown]
-# The picture is drawn from eight real processes. Along `pp` ranks hold other blocks, along `tp` other parts of the same
-# matrices, along `dp` the same. Rank 5 holds what rank 7 holds: the second half of block 1's matrices, and the head.
+# The picture is drawn from eight real processes. Along `pp`, ranks hold different blocks; along `tp`, different parts of the
+# same matrices; along `dp`, the same parts. Rank 5 holds what rank 7 holds: the second half of block 1's matrices, and the
+# head.
 #
 # ## What `build_mesh` refuses
 #
@@ -235,14 +236,13 @@ for what, attempt in attempts.items():
 # > **Question.** With `tp=2` and 8 processes, and `dp` not set, nothing is refused. What does `dp=0`, the default, mean?
 #
 # <details><summary>Answer</summary>
-# "What the other axes leave": 8 / 2 = 4. A job on more GPUs needs no other configuration, and the global batch stays the
-# same.
+# "What the other axes leave": 8 / 2 = 4. A job on more GPUs needs no new configuration, and the global batch stays the same.
 # </details>
 #
 # ## Which link does an axis use?
 #
-# GPUs come in **nodes**, mostly of 8. NVLink connects the GPUs inside a node. A network connects the nodes, with one card for
-# each GPU:
+# GPUs come in **nodes**, usually of 8. NVLink connects the GPUs inside a node. A network connects the nodes, with one network
+# card for each GPU:
 #
 # | link | bandwidth of each GPU | source |
 # |---|--:|---|
@@ -309,14 +309,16 @@ slider = widgets.explore(sixteen_gpus, sizes=list(shapes),
 #
 # ## How much does each axis send?
 #
-# To choose an order, you have to know what each axis sends in a step. Let one **activation** be the tensor between two layers
-# that a rank has of one micro-batch: samples × tokens / cp × dim numbers. `tp` and `pp` cut the weights. You will build all
-# of these axes in the next lessons. One GPU sends:
+# To choose an order, you have to know what each axis sends in a step. Here, one **activation** is a rank's tensor between two
+# layers, for one micro-batch: samples × tokens / cp × dim numbers. `tp` and `pp` cut the weights. You will build all of these
+# axes in the next lessons. One GPU sends:
 #
 # - **tp**: in each layer two all-reduces of an activation in the forward pass, two in the backward pass (lesson 10).
-# - **cp**, gathering keys and values: in each layer an all-gather of both forward, and a reduce-scatter of the gradients of
-#   both backward. `tp` cuts the heads, so a rank's keys are as large as an activation divided by `tp`. So are its values.
-# - **pp**, a stage in the middle: one activation to the next stage forward, one gradient of it back, for each micro-batch.
+# - **cp**, gathering keys and values: in each layer an all-gather of both in the forward pass, and a reduce-scatter of their
+#   gradients in the backward pass. `tp` cuts the heads, so a rank's keys are as large as an activation divided by `tp`. So
+#   are its values.
+# - **pp**, a stage in the middle: for each micro-batch, one activation to the next stage and one gradient to the stage
+#   before.
 # - **dp**: an all-reduce of all gradients that this GPU has, once a step, over dp × cp.
 #
 # Lesson 07 told you what the collectives send, for n ranks and a *whole* tensor of S bytes. An all-gather or a reduce-scatter
@@ -324,8 +326,8 @@ slider = widgets.explore(sixteen_gpus, sizes=list(shapes),
 #
 # The model: a GPT of 40 layers of width 5120, 12.6 billion parameters, sequences of 8192 tokens, on 64 GPUs.
 #
-# > **Predict** how many gigabytes one GPU sends along each axis in a step. At least: which is the most, which the least, by
-# > what factor?
+# > **Predict** how many gigabytes one GPU sends along each axis in a step. At least say which axis sends most, which sends
+# > least, and by what factor.
 
 # %%
 sizes = {"pp": 2, "dp": 4, "cp": 2, "tp": 4}
@@ -351,7 +353,7 @@ my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}
 # > 10%, worse?
 #
 # Then you will combine bytes and links. For each of the 24 orders, your functions find the axes that stay within a node and
-# the seconds that each axis needs. The estimate adds the axes up and hides nothing behind computing.
+# the seconds that each axis needs. The estimate adds up the axes and assumes no overlap with computation.
 #
 # > **Predict.** Between the best order and the worst, what factor? For scale: the arithmetic of this step, 6 FLOPs for each
 # > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
@@ -366,7 +368,7 @@ my_factor = 2
 # Write the formula as a function. Count all layers on this GPU and all micro-batches of a step. An axis of size 1 sends
 # nothing; the formulas say so by themselves, except for one.
 #
-# Careful with the gather of keys: (n − 1) / n · S, and S is the *whole*, the keys of all `cp` ranks.
+# Be careful with the all-gather of keys: in (n − 1) / n · S, S is the *whole* tensor, the keys of all `cp` ranks.
 
 # %% exercise="bytes-sent"
 def bytes_sent(sizes: dict[str, int], work: dict[str, int]) -> dict[str, float]:
@@ -437,11 +439,11 @@ for sizes_of_4, samples, micros in layouts:
 # %% [markdown]
 # **What you should see:** `tp` and `cp` are exact; two are off.
 #
-# > **Question.** `dp` sends 11% more beside `tp=2`, and about 2% more beside `pp=2`. `pp` sends exactly half. Why?
+# > **Question.** `dp` sends 11% more when `tp=2`, and about 2% more when `pp=2`. `pp` sends exactly half. Why?
 #
 # <details><summary>Answer</summary>
-# tp leaves norms, embedding, positions and head whole, a tenth of this small model. pp cuts everything, but not into equal
-# halves: rank 0 has the embedding. With two stages, the first sends only activations, the last only gradients.
+# tp leaves norms, embedding, positions and head whole, which make up a tenth of this small model. pp cuts everything, but not
+# into equal halves: rank 0 has the embedding. With two stages, the first sends only activations, the last only gradients.
 # </details>
 #
 # ## The best order
@@ -473,17 +475,17 @@ lab.picture(style.stacked(orders, "seconds of communication in a step",
             "with tp across nodes are by far the longest")
 
 # %% [markdown]
-# **What you should see:** three families, and almost a factor of five. `tp` on the network alone takes 1.6 s, as long as the
-# arithmetic. So put `tp` last and `cp` before it, as far as the node reaches. `pp` sends little, and backward can hide `dp`.
-# That order, `pp-dp-cp-tp`, is the library's default.
+# **What you should see:** three groups of orders, and almost a factor of five between them. `tp` on the network alone takes
+# 1.6 s, as long as the arithmetic. So put `tp` last and `cp` before it, as far as they fit into a node. `pp` sends little,
+# and backward can hide `dp`. That order, `pp-dp-cp-tp`, is the library's default.
 #
 # ## What joins the GPUs?
 #
-# "NVLink inside, a network outside" is the short version. `nvidia-smi topo -m` prints how each pair of GPUs is joined:
+# "NVLink inside, a network outside" is the short version. `nvidia-smi topo -m` prints how each pair of GPUs is connected:
 #
 # | in the table | the path between two GPUs | bandwidth of one GPU, one direction |
 # |---|---|--:|
-# | `NV1`, `NV2`, ... | so many NVLinks, a direct wire or a switch | 25 GB/s a link on a V100, and more on newer GPUs |
+# | `NV1`, `NV2`, ... | that many NVLinks, a direct wire or a switch | 25 GB/s a link on a V100, and more on newer GPUs |
 # | `PIX`, `PXB` | one or several PCIe switches | 13 GB/s with PCIe 3.0 x16, 25 with 4.0 |
 # | `PHB`, `NODE` | PCIe and the CPU | less |
 # | `SYS` | also the link between two CPUs | less still |
@@ -491,7 +493,7 @@ lab.picture(style.stacked(orders, "seconds of communication in a step",
 # Between nodes there is InfiniBand or Ethernet. With RDMA, the network card reads GPU memory itself. With plain **sockets**,
 # the data passes through the kernel's TCP.
 #
-# On newer nodes a switch joins all GPUs with all links. On the eight V100s here, each GPU has six links to four others.
+# On newer nodes, a switch connects all links of all GPUs. On the eight V100s here, each GPU has six links to four others.
 
 # %%
 print(fabric.CUBE_MESH)
@@ -558,13 +560,13 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
             "with one each.")
 
 # %% [markdown]
-# **What you should see:** NVLink serves every layout here, but not with all its width. A rank gets a GPU by its number, and
-# `CUDA_VISIBLE_DEVICES=0,3,1,2,4,7,5,6` renumbers the GPUs: then each `tp=2` pair has two NVLinks. All eight have a ring with
-# two everywhere, 0-3-2-1-5-6-7-4.
+# **What you should see:** NVLink serves every layout here, but not at full width. Rank r gets GPU r, and
+# `CUDA_VISIBLE_DEVICES=0,3,1,2,4,7,5,6` renumbers the GPUs: then each `tp=2` pair has two NVLinks. All eight GPUs form a ring
+# with two NVLinks everywhere, 0-3-2-1-5-6-7-4.
 #
-# One more variable decides about overlap. Megatron-LM asks for `CUDA_DEVICE_MAX_CONNECTIONS=1` on GPUs before Blackwell: with
-# one hardware queue, kernels start in the order of their launches. So an all-reduce that is launched before a matmul starts
-# before it, and overlaps. With the default of 8 queues, the matmul may fill the GPU first.
+# One more environment variable decides what overlaps. Megatron-LM asks for `CUDA_DEVICE_MAX_CONNECTIONS=1` on GPUs before
+# Blackwell: with one hardware queue, kernels start in the order of their launches. So an all-reduce that is launched before a
+# matmul starts before it, and overlaps. With the default of 8 queues, the matmul may fill the GPU first.
 #
 # ## Which path did NCCL take?
 #
@@ -574,7 +576,7 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
 # |---|---|
 # | `Bootstrap : Using eth0:10.0.0.5<0>` | the interface where ranks meet; `lo` or `docker0` cannot reach another node |
 # | `NET/IB : Using [0]mlx5_0:1/IB` | it found InfiniBand |
-# | `NET/IB : No device found.` | it found none, and goes on with sockets **without an error** |
+# | `NET/IB : No device found.` | it found none, and continues with sockets **without an error** |
 # | `Using network Socket` | the choice for messages between nodes |
 # | `Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM` | rank 0 writes into rank 1's memory: NVLink or PCIe |
 # | `Channel 00 : 0[0] -> 1[1] via SHM/direct/direct` | through the host's memory: no peer access |
@@ -587,12 +589,12 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
 # ## Latency and bandwidth
 #
 # `course bench comms` measures collectives over message sizes, and fits them to latency + bytes / bandwidth. **Bus
-# bandwidth** counts the bytes through each rank's link, so that you can compare it with the link's speed. Two processes of one
-# machine were measured with gloo over three links: the loopback interface, a virtual cable (`veth`) between two network
-# namespaces, and the same cable limited to 1 Gbit/s.
+# bandwidth** counts the bytes through each rank's link, so that you can compare it with the link's speed. The recorded runs
+# used gloo between two processes on one machine, over three links: the loopback interface, a virtual cable (`veth`) between
+# two network namespaces, and the same cable limited to 1 Gbit/s.
 #
 # > **Predict.** A link of 1 Gbit/s carries 0.125 GB/s. What bus bandwidth does an all-reduce of 64 MB reach? How many
-# > microseconds does one of 1 kB take there, and how many on two H200s for 1 MB?
+# > microseconds does one of 1 kB take there? And one of 1 MB on two H200s?
 
 # %%
 # GB/s, us, us: your predictions
@@ -621,16 +623,16 @@ lab.picture(fabric.bandwidths(curves, fits),
             "off lowest, the H200s' NVLink more than a hundred times as high.")
 
 # %% [markdown]
-# **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run at
-# the link's bandwidth. Where they meet, at latency × bandwidth bytes, half the bandwidth is reached. So collectives are sent
-# in buckets (lesson 07), and the planner needs two numbers for each link. `course bench comms` prints them in the form of a
-# hardware file.
+# **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run
+# at the link's bandwidth. Where they meet, at latency × bandwidth bytes, a message reaches half the bandwidth. So collectives
+# are sent in buckets (lesson 07), and the planner needs two numbers for each link. `course bench comms` prints them in the
+# form of a hardware file.
 #
 # ## Open task: place the ranks
 #
-# *Optional, about 50 minutes. Nothing later needs it.* An order of axes is not enough where pairs of GPUs are joined in many
-# ways, and where GPUs are numbered in any order. Choose a GPU for each rank, so that the messages of a step take the least
-# time. Ours has about 30 lines.
+# *Optional, about 50 minutes. Nothing later needs it.* An order of axes is not enough when pairs of GPUs are connected in
+# many ways, or when GPUs are numbered arbitrarily. Choose a GPU for each rank, so that the messages of a step take the least
+# time. Our solution has about 30 lines.
 #
 # Each axis says what a rank sends along it in a step, and whether its groups are rings. `neighbors` gives the pairs of ranks
 # that send to each other: here a ring follows the axis, while NCCL also looks for a better one. All groups of an axis wait for
@@ -655,21 +657,21 @@ for placement in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 5, 7]):
 # **Contract**
 #
 # - `place_ranks(axes, paths, measure)` returns a list: the GPU of rank 0, of rank 1, and so on, each GPU once.
-# - `axes` lists the layout's axes, the slowest first. `paths[a][b]` says how GPUs a and b are joined: a number in `PATHS`, of
-#   which 0 is the fastest, and -1 for a GPU and itself. `RACK` leads to another node, `CORE` to one in another rack.
+# - `axes` lists the layout's axes, the slowest first. `paths[a][b]` says how GPUs a and b are connected: a number in `PATHS`,
+#   of which 0 is the fastest, and -1 for a GPU and itself. `RACK` leads to another node, `CORE` to one in another rack.
 # - `measure(placement)` returns the seconds of a step on this machine. They are exactly what `step_seconds` gives, but the
 #   speeds are hidden, and differ from machine to machine. You know only that `PATHS` lists the fastest first.
 # - `neighbors` and `slowest_paths` are free to call.
 #
-# **Levels.** The check has five machines or more, of 8 and 16 GPUs. On one of them, it is wrong to serve first the axis that
-# sends most. Each level counts by itself, once the first is reached:
+# **Levels.** The check has five machines or more, of 8 and 16 GPUs. On one of them, placing the axis that sends most first is
+# a mistake. Each level counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
 # | correct | with at most 3000 measurements, at most 25% slower than the best placement, and not slower than rank r on GPU r |
-# | best placement | at most 2% slower than the best placement of each machine |
-# | 200 measurements | at most 200 of each machine |
-# | 15 measurements | at most 15 of each machine |
+# | best placement | at most 2% slower than the best placement on each machine |
+# | 200 measurements | at most 200 on each machine |
+# | 15 measurements | at most 15 on each machine |
 #
 # Start with correct. `lab.hint("place-ranks")` opens the first of three hints, and each further call opens the next one.
 
@@ -684,7 +686,7 @@ check("place-ranks")
 #
 # - A mesh is the list of ranks as a box: `arange`, `view`, `permute`.
 # - The groups of an axis are the rows once its dim is the last.
-# - The order decides who are neighbors, and so which axis gets the fast links.
+# - The order decides which ranks are neighbors, and so which axis gets the fast links.
 # - `tp` sends most and belongs within a node; then `cp`, `dp`, and `pp` outermost.
 # - You can predict the bytes of a step and count them on a laptop.
 # - `nvidia-smi topo -m` shows the paths, `NCCL_DEBUG=INFO` the one that NCCL took. A message takes latency + bytes / bandwidth.

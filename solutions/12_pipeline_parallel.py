@@ -116,8 +116,8 @@ lab.picture(who_holds.parameters(held, WEIGHTS, title="weights by rank, pp=4"),
             "and 1, rank 1 block 2, rank 2 block 3, rank 3 block 4 and the head.")
 
 # %% [markdown]
-# Rank 0 has blocks 0 and 1, and each other rank has one block. The slowest stage sets the pace. Here three of four ranks
-# wait for the first one in every pass, so choose a depth that the number of ranks divides.
+# Rank 0 has blocks 0 and 1, and each other rank has one block. The slowest stage sets the pace. Here three of four ranks wait
+# for the first one in every pass, so choose a depth divisible by the number of ranks.
 #
 # The model's own code did not change. A stage is the same model with some parts missing. Without an embedding, `forward`
 # takes `x`, the output of the previous stage. Without a head, it returns its own output to the next stage:
@@ -132,8 +132,8 @@ print(getsource(ViT.forward))
 # block does four all-reduces of this size, two forward and two backward. In an all-reduce over n GPUs, each GPU sends
 # 2·(n − 1)/n times the tensor.
 #
-# > **Predict.** 16 blocks of width 4096 run on 4 GPUs, with 4096 tokens in bf16. How many times as much does a GPU send in
-# > tensor parallelism as a GPU in the middle of a pipeline?
+# > **Predict.** 16 blocks of width 4096 run on 4 GPUs, with 4096 tokens in bf16. A GPU in tensor parallelism sends how many
+# > times as much as a GPU in the middle of a pipeline?
 
 # %%
 my_ratio = 10                    # your prediction
@@ -319,8 +319,8 @@ lab.picture(pipeline.timelines({"GPipe, measured": seen}, 4, "seconds"),
 #
 # $$\text{bubble} = \frac{p-1}{p-1+v\,m}$$
 #
-# > **Predict.** 4 ranks, 8 micro-batches, two chunks: what share will the sleeping stages be idle? Is it closer to theory
-# > than GPipe was, or farther away?
+# > **Predict.** 4 ranks, 8 micro-batches, two chunks: for what share of the time will the sleeping stages be idle? Closer to
+# > theory than GPipe, or farther away?
 
 # %%
 my_interleaved = 0.2             # your prediction of what you will measure
@@ -434,7 +434,7 @@ print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing sto
 #
 # A backward pass needs the activations of its forward pass. They stay in memory until then.
 #
-# > **Predict.** GPipe runs 16 micro-batches. For how many of them does a rank keep activations at most?
+# > **Predict.** GPipe runs 16 micro-batches. For at most how many of them does a rank keep activations?
 
 # %%
 my_kept = 4                      # your prediction
@@ -524,10 +524,11 @@ for send in (0, 0.01, 0.1, 0.5):
           f"1F1B {takes(alternating, send):5.2f}")
 
 # %% [markdown]
-# GPipe waits for 2·(p − 1) messages in a step, here {result: waited_messages("gpipe") | .0f}. All others overlap other
-# micro-batches. 1F1B waits for {result: waited_messages("1f1b") | .0f}. Rank 0 has at most four micro-batches in flight, so
-# the fifth waits until the first is back. The round trip takes 4 forward passes, 4 backward passes and 6 messages:
-# 12 + 6·`send`. Rank 0 has only 12 units of work meanwhile, so it waits for 6 messages again with every four micro-batches.
+# GPipe waits for 2·(p − 1) messages in a step, here {result: waited_messages("gpipe") | .0f}. All other messages overlap with
+# work on other micro-batches. 1F1B waits for {result: waited_messages("1f1b") | .0f}. Rank 0 has at most four micro-batches
+# in flight, so the fifth waits until the first is back. The round trip takes 4 forward passes, 4 backward passes and 6
+# messages: 12 + 6·`send`. Rank 0 has only 12 units of work meanwhile, so it waits for 6 messages again, once in every four
+# micro-batches.
 #
 # Between GPUs of one machine this hardly matters. At 350 GB/s an activation of 34 MB takes 0.1 ms. In the appendix's
 # pipeline a stage's forward pass takes about {result: forward_ms | .0f} ms, so `send` is below 0.01. Over a slow network, or
@@ -585,8 +586,8 @@ lab.show("course.parallel.pipeline_parallel.schedules.interleaved")
 # %% [markdown]
 # ## Does it train?
 #
-# Simulated times say nothing about gradients. Train 5 blocks on 4 ranks with your schedule, and compare every parameter with
-# a single process, in float64:
+# Simulated times say nothing about correct gradients. Train 5 blocks on 4 ranks with your schedule, and compare every
+# parameter with a single process, in float64:
 
 # %%
 layout = config.load("vit-demo", [*verify.DEFAULTS, *FIVE, "parallel.pp=4",
@@ -605,7 +606,7 @@ assert equal
 # ## Open task: run any schedule
 #
 # *Optional, about 40 minutes. Nothing later needs it.* A schedule is a list. Write the executor: the loop that runs this list
-# on a rank. Ours has about 25 lines. The docstring has the types; you write everything else.
+# on a rank. Our solution has about 25 lines. The docstring has the types; you write everything else.
 #
 # **Contract**
 #
@@ -664,7 +665,7 @@ print(getsource(Pipeline.train))
 # - A pipeline cuts by depth. It sends little, and its bubble is (p − 1) / (p − 1 + v·m).
 # - A schedule is a list: simulate its time, its memory and its messages before you run it.
 # - 1F1B keeps p − rank micro-batches instead of m, and is as fast as GPipe while messages are short.
-# - Interleaving divides the bubble by about v, for v times the messages and more memory.
+# - Interleaving divides the bubble by about v, at the cost of v times the messages and more memory.
 # - Ranks that all send first deadlock, and a wrong receive order silently corrupts gradients.
 #
 # ## Questions
@@ -682,7 +683,7 @@ print(getsource(Pipeline.train))
 # of one GPU's time. The share of their time beyond that is *lost*. The table includes PyTorch's
 # `torch.distributed.pipelining`.
 #
-# > **Predict.** What share do 1F1B and two interleaved chunks lose? In theory 3 / 19 = 15.8% and 3 / 35 = 8.6%.
+# > **Predict.** What share do 1F1B and two interleaved chunks lose? In theory: 3 / 19 = 15.8% and 3 / 35 = 8.6%.
 
 # %%
 my_1f1b = 0.16                   # your predictions

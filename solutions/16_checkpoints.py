@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 16 · Checkpoints
 #
-# A training run of weeks lives in its checkpoints. They have to survive crashes. They have to move to another number of
-# GPUs and to other libraries. In this lesson you find out what belongs in a checkpoint. You write the core of a
-# **resharder** and of a **converter**, and a save that no crash can break.
+# A training run of several weeks depends on its checkpoints. They have to survive crashes, and move to another number of GPUs
+# and to other libraries. In this lesson you find out what belongs in a checkpoint. You write the core of a **resharder** and
+# of a **converter**, and a save that no crash can break.
 #
 # **What you will learn**
 #
@@ -77,9 +77,9 @@ cpu, work = torch.device("cpu"), Path(tempfile.mkdtemp(prefix="lesson16-"))
 # ## What has to be in it?
 #
 # A small GPT learns a small language of the numbers 0 to 11. Each number is seven times the number *two* places before it,
-# plus 1 or 2, modulo 12. So the model has to attend to the right place. The best possible loss is 0.75: ln 2 for each
-# predicted number but the first, which nobody can know. Batch number k is a function of k. The model trains for 240 steps
-# with Adam, and the learning rate falls along a cosine. After step 200 the model writes a checkpoint.
+# plus 1 or 2, modulo 12. So the model has to attend to the right position. The best possible loss is 0.75: ln 2 for each
+# predicted number except the first, which cannot be predicted. Batch number k is a function of k. The model trains for 240
+# steps with Adam, and the learning rate falls along a cosine. After step 200 the model writes a checkpoint.
 
 # %%
 TINY = ["model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2",
@@ -130,7 +130,7 @@ print(*(f"{file.stat().st_size:>8,} bytes  {file.name}"
 # can compare the losses:
 #
 # 1. with the **weights** alone: what people share as "the model";
-# 2. with the weights and **Adam's states**, but count the steps, and so the learning rate, from the start;
+# 2. with the weights and **Adam's states**, but with the step count, and so the learning rate, from the start;
 # 3. with **everything** in the checkpoint.
 #
 # > **Predict.** Which of the three reproduce the losses of the uninterrupted run? How much too high is the loss of the
@@ -166,10 +166,9 @@ lab.beside("weights alone: largest excess of the loss", my_weights_alone,
 print("with everything, equal to the last bit:", ways["everything"] == after)
 
 # %% [markdown]
-# Only everything is enough, and then the losses are equal to the last bit. Without its states, Adam takes its first steps
-# in the direction of the *sign* of a single gradient, at the full rate for all parameters. A learning rate that starts
-# again undoes what the cosine had settled. If the data also began from the start, the run would see some samples twice and
-# others perhaps never.
+# Only the third way is enough, and its losses are equal to the last bit. Without its states, Adam takes its first steps in
+# the direction of the *sign* of a single gradient, at the full rate for all parameters. A learning rate that starts again
+# undoes the cosine's progress. If the data also started over, the run would see some samples twice and others perhaps never.
 #
 # So a checkpoint contains:
 #
@@ -178,16 +177,15 @@ print("with everything, equal to the last bit:", ways["everything"] == after)
 # | weights, in the precision that the optimizer updates | bf16 copies lose small updates (lesson 04) |
 # | the optimizer's states | without them the loss jumps; for Adam, twice the bytes of the weights |
 # | step, learning rate schedule, loss scale, FP8's amax histories | they change from step to step |
-# | the position in the data | no sample comes twice, and none is left out |
+# | the position in the data | no sample is repeated, and none is left out |
 # | the random generator's state | **not here**: randomness is a function of seed, step and sample |
-# | the configuration | to tell what has changed since |
+# | the configuration | to show what has changed since |
 #
 # ## The trap: files named by layout
 #
-# The simplest thing that a rank can do is to save what it has: `mp_rank_00/model.pt`, `mp_rank_01/model.pt`. Most
-# frameworks began like that. Their users still ask whether the converter runs on a sharded checkpoint. If the layout names
-# the files, it does not, and every other layout needs its own converter. Let us write one! Two tensor-parallel ranks each
-# give us their state dict.
+# The simplest thing that a rank can do is save what it has: `mp_rank_00/model.pt`, `mp_rank_01/model.pt`. Most frameworks
+# began like that, and their users still ask whether the converter works on sharded checkpoints. If files are named by layout,
+# it does not, and every layout needs its own converter. Write one: two tensor-parallel ranks each return their state dict.
 
 # %%
 def state_dict_here() -> dict[str, Tensor]:
@@ -232,8 +230,8 @@ def loss_of(model: nn.Module, number: int = 100) -> float:
 
 # %% [markdown]
 # > **Predict.** Every shape fits, and nothing complains. (`strict=False` below is for the head. It shares the embedding's
-# > tensor and has none of its own.) What is the loss of the merged model? The right model has about 0.8, and a model that
-# > has learned nothing has ln 12 = 2.5. How many of the 28 tensors are wrong?
+# > tensor and has none of its own.) What is the loss of the merged model? The right model has about 0.8, and a model that has
+# > learned nothing has ln 12 = 2.5. How many of its 28 tensors are wrong?
 
 # %%
 my_merged_loss = 0.8             # your predictions
@@ -253,23 +251,24 @@ print("they are", *wrong)
 
 # %% [markdown]
 # The rows of the fused projection are laid out as (3, heads, head_dim): all queries, all keys, all values. A rank holds its
-# heads *of each*, so the halves come in the order q₀ k₀ v₀ q₁ k₁ v₁. What the model takes for keys is v₀ q₁, values
-# and queries. (You met this from the other side in lesson 10, in `qkv-rows`.) A converter that looks at shapes cannot know it.
-# Here the loss tells you. If you train such a model on, its loss falls again, and nobody ever learns what was lost.
+# heads *of each*, so the halves come in the order q₀ k₀ v₀ q₁ k₁ v₁. What the model takes for keys is v₀ q₁: values and
+# queries. (You met this from the other side in lesson 10, in `qkv-rows`.) A converter that looks only at shapes cannot know
+# this. Here the loss tells you. If you continue to train such a model, its loss falls again, and nobody ever notices what was
+# lost.
 #
-# > **Question.** Now add ZeRO-1. Each rank holds a range of a long flat buffer, in which parameters lie end to end, in
-# > buckets. What would a converter have to know to bring this from 8 ranks to 6?
+# > **Question.** Now add ZeRO-1. Each rank holds a range of a long flat buffer, which contains the parameters end to end, in
+# > buckets. What would a converter have to know to convert this from 8 ranks to 6?
 #
 # <details><summary>Answer</summary>
-# The order of the parameters in the buckets, the bucket sizes and the padding at their ends. Also how tp and pp had cut
-# each parameter before. None of it is in the file. So only the same code and the same layout can read such a checkpoint.
+# The order of the parameters in the buckets, the bucket sizes and the padding at their ends. Also how tp and pp cut each
+# parameter. None of this is in the file. So only the same code and the same layout can read such a checkpoint.
 # </details>
 #
 # ## One logical format
 #
-# The cure: write down *what a piece is*, not *who wrote it*. In this library's checkpoints, `index.json` lists each logical
-# tensor under its name in the **serial** model, with its whole shape and its pieces. For each piece it says which **box** of
-# the tensor it is: for each dim, the first row and one past the last. Here two layouts write the same tensor:
+# The remedy: write down *what a piece is*, not *who wrote it*. In this library's checkpoints, `index.json` lists each logical
+# tensor under its name in the **serial** model, with its whole shape and its pieces. For each piece, it says which **box** of
+# the tensor that piece is: for each dim, the first row and one past the last. Here two layouts write the same tensor:
 
 # %%
 def saved_by(*layout: str) -> Path:
@@ -297,16 +296,16 @@ for folder in (by_tp, by_zero):
                                                             if piece["flat"] else ""))
 
 # %% [markdown]
-# The logical shape of the fused projection is (3, heads, head_dim, dim), so half of the heads *is* a box. ZeRO-1's shares
-# are no boxes, because a share may begin in the middle of a row. A piece of a ZeRO-1 run is therefore a **flat range** of
-# the numbers of a box. (If one rank's share holds the whole tensor, there is one piece.)
+# The logical shape of the fused projection is (3, heads, head_dim, dim), so half of the heads *is* a box. ZeRO-1's shares are
+# not boxes, because a share may begin in the middle of a row. A piece of a ZeRO-1 run is therefore a **flat range** of the
+# numbers of a box. (If one rank's share holds the whole tensor, there is one piece.)
 #
 # A reader knows from the placements of its parameters (lesson 10) which boxes *it* needs. It takes from each piece what the
-# two boxes share. In the picture below, colors are the pieces of the old layout. The framed box is what one rank of the new
+# two boxes share. In the picture below, each color is a piece of the old layout. The framed box is what one rank of the new
 # layout needs.
 #
-# > **Predict, before you move the sliders:** 2 old ranks and 3 new ranks, both cut rows. How many pieces does each new rank
-# > need? And if the new ones cut columns? When does each new rank need exactly one piece?
+# > **Predict, before you move the sliders:** 2 old ranks and 3 new ranks, with rows cut in both layouts. How many pieces does
+# > each new rank need? What if the new layout cuts columns? When does each new rank need exactly one piece?
 
 # %%
 slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6],
@@ -331,8 +330,8 @@ slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6],
 # - as slices of a tensor that holds the *piece's* numbers;
 # - as slices of a tensor that will hold the *wanted* numbers.
 #
-# Return `None` if they share nothing. A single number, such as Adam's step count, has a box without dims, `()`, and is
-# shared. This is a function of the library: the check reads a checkpoint with yours.
+# Return `None` if they share nothing. A single number, such as Adam's step count, has a box without dims, `()`, and always
+# counts as shared. This is a function of the library: the check reads a checkpoint with yours.
 
 # %% exercise="box-overlap"
 from course.checkpoint.shards import overlap
@@ -344,8 +343,8 @@ check("box-overlap")
 # ## Exercise: a tensor from pieces
 #
 # Now assemble a wanted box. Each piece comes as its box and a function `read(slices)`, which reads a part of the piece from
-# disk and returns it. Use `overlap`. **Read only what you need**: a piece may have gigabytes. Keep the numbers as they are,
-# bit for bit. A single number, whose box is `()`, comes in the same way.
+# disk and returns it. Use `overlap`. **Read only what you need**: a piece may be gigabytes large. Keep the numbers as they
+# are, bit for bit. A single number, whose box is `()`, is handled the same way.
 
 # %% exercise="put-together"
 def put_together(pieces: list[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
@@ -365,7 +364,7 @@ check("put-together")
 # %% [markdown]
 # That is a resharder. The rest is bookkeeping.
 #
-# > **Question.** And flat ranges, from ZeRO-1 on 8 ranks to 6? What is the least that you would have to add?
+# > **Question.** What about flat ranges, from ZeRO-1 on 8 ranks to 6? What is the least that you would have to add?
 #
 # <details><summary>Answer</summary>
 # A flat range is a box with one dim, [a, b), of the flattened tensor. If both layouts cut the same tensor into flat ranges
@@ -376,9 +375,9 @@ check("put-together")
 # ## Reshard a run
 #
 # `course reshard RUN parallel.tp=2 parallel.zero=1` does this for a whole run. For each rank of the new layout it builds the
-# model *without memory* (the `meta` device). The placements tell which boxes that rank will own, and the program writes
-# these boxes to one file. Any layout can read any checkpoint without this. But if a thousand ranks each need a corner of
-# every file, cut it up once beforehand.
+# model *without memory* (the `meta` device). The placements show which boxes that rank will own, and the program writes these
+# boxes to one file. Any layout can read any checkpoint without this. But if a thousand ranks each need a corner of every
+# file, cut it up once beforehand.
 #
 # A tiny run makes two steps in one process. Then the library reshards it **with your `overlap`**.
 
@@ -418,7 +417,7 @@ print(f"{len(old)} tensors; {equal_tensors} of them are equal, bit for bit")
 # > **Question.** The run has 28 parameters. Why are there more than 28 tensors?
 #
 # <details><summary>Answer</summary>
-# Each parameter comes with Adam's two means, its step count and, with optim.ema, a moving average: five tensors for each.
+# Each parameter comes with Adam's two means, its step count and, with optim.ema, a moving average: five tensors each.
 # </details>
 #
 # > **Predict.** Four ranks, two by two, continue from the resharded checkpoint to step 5. To how many digits do their losses
@@ -436,9 +435,9 @@ print("on four", *(f"{loss:.12f}" for loss in on_four))
 lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 
 # %% [markdown]
-# About fifteen (16 means all): the rest is the order of additions. Users of large frameworks ask whether the difference
-# between tp=1 and tp=8 is acceptable or a silent bug. This is how you find out. Load **one logical checkpoint** into both
-# layouts, take a step in float64, and compare there. A bug then shows in the third digit, not in the fifteenth.
+# About fifteen (16 means all): the rest comes from the order of additions. Users of large frameworks ask whether the
+# difference between tp=1 and tp=8 is acceptable or a silent bug. This is how you find out. Load **one logical checkpoint**
+# into both layouts, take a step in float64, and compare there. A bug then shows in the third digit, not in the fifteenth.
 #
 # ## Memory: one tensor at a time
 #
@@ -464,17 +463,17 @@ print(f"on disk: {bytes_in_all / 1e6:.1f} MB")
 lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
 
 # %% [markdown]
-# Three times the largest tensor: the box being assembled, the part just read from a piece, and the previous tensor before
-# it is freed. A model of a thousand such tensors would need no more. The file format makes this possible. A
-# `safetensors` file begins with a header that says where the bytes of each tensor are. So a reader can take a part of one
-# tensor (`get_slice`). A writer that knows all shapes writes the header first, and then the tensors as they come:
+# Three times the largest tensor: the box being assembled, the part just read from a piece, and the previous tensor before it
+# is freed. A model of a thousand such tensors would need no more. The file format makes this possible. A `safetensors` file
+# begins with a header that says where the bytes of each tensor are. So a reader can read a part of one tensor (`get_slice`).
+# A writer that knows all shapes writes the header first, and then the tensors as they come:
 
 # %%
 lab.show("course.checkpoint.safetensors_writer.stream")
 
 # %% [markdown]
-# > **Question.** A `.pt` file is a pickle. Nothing here writes one, and foreign ones are read with `weights_only=True,
-# > mmap=True`. What are the two reasons?
+# > **Question.** A `.pt` file is a pickle. Nothing here writes one, and it reads those of other libraries with
+# > `weights_only=True, mmap=True`. Give two reasons.
 #
 # <details><summary>Answer</summary>
 # Unpickling may execute any code: a checkpoint from the internet is a program. <code>weights_only</code> accepts only
@@ -484,10 +483,10 @@ lab.show("course.checkpoint.safetensors_writer.stream")
 #
 # ## A crash in the middle
 #
-# Machines also fail while they write. Writing a large checkpoint takes minutes, and a job that reaches its time limit dies
-# *then*. The writer below writes a file of 8 MB with its checksum again and again, under the same name. We kill it ten
-# times, at random moments, with SIGKILL, which no program can catch. One variant opens the file and writes. The other
-# works like `course.utils.atomic_files.atomic`: it writes under another name, flushes, and renames.
+# Machines also fail while they write. Writing a large checkpoint takes minutes, and a job may reach its time limit *then*.
+# The writer below writes a file of 8 MB with its checksum again and again, under the same name. We kill it ten times, at
+# random moments, with SIGKILL, which no program can catch. One variant simply opens the file and writes. The other works like
+# `course.utils.atomic_files.atomic`: it writes under another name, flushes, and renames.
 #
 # > **Predict.** After how many of the ten kills is the file damaged, with each variant?
 
@@ -535,13 +534,13 @@ print(f"damaged of 10, written under another name and renamed: {safe} (you "
       f"said {my_atomic})")
 
 # %% [markdown]
-# Opening a file empties it. So a kill between opening and the last byte leaves a broken file, and the good checkpoint of
-# that name is gone. The atomic writer never leaves a broken file: a rename has either happened or not.
+# Opening a file empties it. So a kill between opening and writing the last byte leaves a broken file, and the good checkpoint
+# of that name is gone. The atomic writer never leaves a broken file: a rename has either happened or not.
 #
 # A **power cut** is worse than a kill. After a kill the operating system still writes what it has received. When the power
-# fails, everything that it has not *flushed* (`fsync`) is lost. It flushes in its own order: the new name may be on disk
-# and the bytes not. So an atomic save takes three flushes: first the bytes of the files, then the folder with their names.
-# After the rename, it flushes the parent folder with the new name.
+# fails, everything that it has not *flushed* (`fsync`) is lost. It flushes in its own order: the new name may reach the disk
+# before the bytes. So an atomic save takes three flushes: first the bytes of the files, then the folder with their names. The
+# third comes after the rename: the parent folder with the new name.
 #
 # ## Exercise: a save that no crash can break
 #
@@ -556,7 +555,7 @@ print(f"damaged of 10, written under another name and renamed: {safe} (you "
 #
 # Write a checkpoint's files into the folder `name`. Then remove the folder `old`, the previous checkpoint. After a crash at
 # **any** moment, a whole checkpoint has to exist, the old one or the new one. The name `name` must never hold an incomplete
-# one. (A leftover under another name does no harm: the next save overwrites it or clears it away.)
+# one. (A leftover under another name does no harm: the next save overwrites or removes it.)
 
 # %% exercise="publish"
 def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
@@ -584,7 +583,8 @@ check("publish")
 lab.show("course.checkpoint.checkpoint.publish")
 
 # %% [markdown]
-# > **Question.** This function removes `final` before it renames, so for a moment no folder has that name. Is that a hole?
+# > **Question.** This function removes `final` before it renames, so for a moment no folder has that name. Is that a gap in
+# > the protection?
 #
 # <details><summary>Answer</summary>
 # No. A folder of that name exists only if it was damaged: the run continued from an <em>older</em> checkpoint and has come
@@ -621,8 +621,8 @@ print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x)
 # ### FP8's scales
 #
 # One thing in a Transformer Engine checkpoint is not a tensor of the model. With delayed scaling (lesson 04) each linear
-# layer has an amax history and scales that follow from it. They lie in `_extra_state`, a *pickle*, which recent versions
-# refuse to load. A converter drops it. Without a history, Transformer Engine's scales are 1.
+# layer has an amax history and scales that follow from it. They are stored in `_extra_state`, a *pickle*, which recent
+# versions refuse to load. A converter drops it. Without a history, Transformer Engine's scales are 1.
 #
 # > **Predict.** What happens at scale 1? Take the gradients at the output of one projection, in a batch of 256 tokens. A
 # > mean loss divides by the number of tokens, so in a usual batch of 500,000 tokens they are smaller. E5M2's smallest number
@@ -667,8 +667,8 @@ lab.beside("share lost, 500,000 tokens", my_lost_large,
            shares["500,000 tokens, scale 1"])
 
 # %% [markdown]
-# At scale 1, training in FP8 would get hardly any gradients. So when you convert *from* Transformer Engine to an FP8 run,
-# `course convert` **rebuilds** the scales. It runs one forward *and backward* pass over a batch in bf16, notes the amax of
+# At scale 1, FP8 training would get hardly any gradients. So when you convert *from* Transformer Engine to an FP8 run,
+# `course convert` **rebuilds** the scales. It runs one forward *and backward* pass over a batch in bf16, records the amax of
 # every tensor, and updates nothing. A forward pass alone would give the gradients no scales.
 
 # %%
@@ -693,15 +693,14 @@ for name, own in in_fp8.scaling.state().items():
           "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
 
 # %% [markdown]
-# Weights agree to a few percent, inputs to about ten, gradients within a small factor, because it is another batch. A scale
-# may be off by a power of two or so: E5M2 has thirty of them. After a few steps the histories are those of the training
+# Weights agree to a few percent, inputs to about ten, gradients within a small factor, because the batch is different. A
+# scale may be off by a power of two or so: E5M2 has thirty of them. After a few steps, the histories come from the training
 # itself.
 #
 # ### Their attention and ours
 #
-# What does a converter do inside? Here is an attention layer as another library might write it. It computes the same as
-# ours, but its names differ. It multiplies from the right: x W where ours has x W′. And the rows of its fused projection
-# go **head by head**:
+# What does a converter do inside? Here is an attention layer as another library might write it. It computes the same as ours,
+# but its names differ. It computes x W where ours computes x W′. And the rows of its fused projection go **head by head**:
 #
 # | theirs | shape there | ours | shape here |
 # |---|---|---|---|
@@ -840,16 +839,17 @@ for name, mine in (("theirs", my_difference), ("theirs, our weights", my_convert
     lab.beside(f"{name}: the largest difference from ours", mine, max(apart, 1e-16))
 
 # %% [markdown]
-# **What you should see:** theirs learns much faster after a while, and you might think it the better library. But the whole
-# difference comes from how the layers are *initialized*: ours with a standard deviation of 0.02, theirs with PyTorch's rule
-# for linear layers. From the same weights, the curves match up to rounding. So if two libraries disagree, first convert one
-# checkpoint, and start both from the same weights. A difference that remains is in the layers, and one forward pass finds
-# it.
+# **What you should see:** theirs learns much faster after a while, and you might think that it is the better library. But the
+# whole difference comes from how the layers are *initialized*: ours with a standard deviation of 0.02, theirs with PyTorch's
+# rule for linear layers. From the same weights, the curves match up to rounding. So if two libraries disagree, first convert
+# one checkpoint, and start both from the same weights. Any remaining difference is in the layers, and one forward pass
+# reveals it.
 #
 # ## Open task: a model from an unknown library
 #
-# *Optional, about 60 minutes. Nothing later needs it.* You get a checkpoint of a library that nobody here knows, and a function
-# that runs the model. You cannot see the library's code, and the tensors' names say nothing. Convert it. Ours has 50 lines.
+# *Optional, about 60 minutes. Nothing later needs it.* You get a checkpoint of an unknown library, and a function that runs
+# the model. You cannot see the library's code, and the tensors' names say nothing. Convert the checkpoint. Our solution has
+# 50 lines.
 #
 # The model is a small Llama, which our GPT can be: RMSNorm, SwiGLU, rotary positions, no biases. `c` is its configuration. This
 # is how our GPT computes its logits. It asks for each weight when it needs it:
@@ -879,12 +879,12 @@ with foreign_model.ForeignModels([(7, 0, False, 6)]) as models:
 #
 # The layout differs from model to model. Look before you convert:
 #
-# | what | how it may lie there |
+# | what | how it may be stored |
 # |---|---|
-# | linear maps | all (out, in), or all (in, out), square ones and the head included |
+# | linear maps | all (out, in), or all (in, out), including square ones and the head |
 # | queries, keys, values | fused in any order, part by part or head by head; or three matrices |
 # | gates and values of the MLP | fused in any order, or two matrices |
-# | rotary positions | turn elements i and i + d/2 of a head, as ours do; or 2i and 2i + 1 |
+# | rotary positions | rotate elements i and i + d/2 of a head, as ours do; or 2i and 2i + 1 |
 # | head | a matrix of its own, or the embedding |
 # | besides | buffers that our GPT does not have |
 #
@@ -910,14 +910,14 @@ check("convert-foreign")
 # - A checkpoint holds everything that changes from step to step. With the weights alone, the loss jumps.
 # - A file should say *what it holds*, boxes of logical tensors. Then any layout reads it, one tensor in memory at a time.
 # - Write under another name, flush, rename, flush. A reader that finds the name finds a whole checkpoint.
-# - What fits every shape may still be wrong. Compare *outputs*, and start two libraries from the same weights.
-# - Converted weights bring no FP8 scales. One forward and backward pass rebuilds them.
+# - Tensors that fit every shape may still be wrong. Compare *outputs*, and start two libraries from the same weights.
+# - Converted weights come without FP8 scales. One forward and backward pass rebuilds them.
 #
 # ## Questions
 #
 # 1. A run has 1024 ranks, and each writes its own file. What limits the time of a save, and what would you change?
 # 2. How would you test that a restart is exact, in a run that cannot be repeated bit for bit?
-# 3. Why does no checksum tell you that a *converter* is wrong? What does?
+# 3. Why can no checksum show that a *converter* is wrong? What can?
 #
 # **Check your work from outside.** Save the notebook; then run in a terminal: `course check
 # notebooks/16_checkpoints_mine.ipynb`.

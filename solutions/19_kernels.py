@@ -10,8 +10,8 @@
 # # 19 · Write a kernel
 #
 # In [lesson 05](05_compile_and_fuse.ipynb) the compiler fused operations for you. Here you write the kernels yourself, in
-# Triton: from a copy to FlashAttention with its backward pass. Your source runs in an interpreter on a laptop. The same
-# source, compiled, runs on a GPU at full speed.
+# Triton: from a copy to FlashAttention with its backward pass. Your source runs in an interpreter on a laptop. Compiled, the
+# same source runs on a GPU at full speed.
 #
 # **What you will learn**
 #
@@ -100,8 +100,8 @@ if runs:
           else "compiled for the GPU")
 
 # %% [markdown]
-# Triton is for Linux. On a Mac, or on Windows without WSL, this notebook still runs: it skips the cells that launch
-# kernels, and shows the recorded speeds. To write kernels there, use a container, WSL or a remote machine.
+# Triton needs Linux. On a Mac, or on Windows without WSL, this notebook still runs: it skips the cells that launch kernels,
+# and shows the recorded speeds. To write kernels there, use a container, WSL or a remote machine.
 #
 # ## 1. A copy
 #
@@ -123,8 +123,8 @@ my_programs = 6                  # your predictions
 my_full_tiles = 6
 
 # %% [markdown]
-# Tiles have sizes that are powers of two, and few matrices do. So the last tiles reach beyond the matrix. What lies there
-# belongs to somebody else. A **mask** says which elements of a tile exist: `tl.load` and `tl.store` leave the others out.
+# Tiles have sizes that are powers of two, and few matrices do. So the last tiles reach beyond the matrix. The memory there
+# holds other data. A **mask** says which elements of a tile exist: `tl.load` and `tl.store` leave the others out.
 #
 # A kernel gets no tensor. It gets a **pointer** to the first element, and the strides. `x.stride(0)` is the number of
 # elements between two rows in memory, and `x.stride(1)` that between two columns. So element (row, column) lies at
@@ -153,13 +153,13 @@ print("x.T:", x.T.stride(), "contiguous" if x.T.is_contiguous() else "not contig
 #
 # `tl.constexpr` marks what the compiler knows when it compiles: here the sizes of the tile.
 #
-# **Triton's grammar.** A kernel looks like Python, and is not:
+# **Triton's grammar.** A kernel looks like Python, but is not:
 #
 # - Masks are joined by `&` and `|`, with parentheses: `(row < R) & (column < C)`. Python's `and` cannot join tiles: in the
 #   interpreter only the second mask would count.
 # - The grid is a tuple: `kernel[(9,)](...)`, `kernel[(rows, columns)](...)`.
-# - A kernel knows its arguments, and no numbers of the notebook. Compute constants inside, such as
-#   `math.sqrt(2 / math.pi)`.
+# - A kernel knows its arguments, but no variables of the notebook. Compute constants inside, such as `math.sqrt(2 /
+#   math.pi)`.
 # - There is no `**`: write `z * z * z`. `tl.exp`, `tl.exp2`, `tl.log2`, `tl.sqrt`, `tl.rsqrt`, `tl.maximum(a, b)` and
 #   `tl.where(mask, a, b)` work element by element. `tl.sum(x, 1)` and `tl.max(x, 1)` go along a dim.
 # - `tl.zeros` and `tl.full` make tiles, `x.to(tl.float32)` casts, `x.T` transposes.
@@ -205,15 +205,14 @@ if runs:
 
 # %% [markdown]
 # > **Question.** The interpreter runs program 0, then program 1, and so on (the picture counts them row by row). A GPU runs
-# > hundreds of programs at a time, in
-# > an order that nobody promises. What may a program therefore never do?
+# > hundreds of programs at a time, in no guaranteed order. What may a program therefore never do?
 #
 # <details><summary>Answer</summary>
 # Read what another program of the same launch writes. It might not be there yet. If programs need each other's results,
-# launch a second kernel: launches follow each other. You will do so in the backward pass of LayerNorm.
+# launch a second kernel: it starts after the first has ended. You will do so in the backward pass of LayerNorm.
 # </details>
 #
-# A copy computes nothing, so its speed is that of memory. An H200 moves at most 4800 GB/s, says its data sheet.
+# A copy computes nothing, so its speed is that of memory. According to its data sheet, an H200 moves at most 4800 GB/s.
 #
 # > **Predict.** A matrix of 65,536 × 4096 numbers in bf16 takes 537 MB. How many GB/s does your copy reach on an H200?
 # > Count bytes read and bytes written.
@@ -244,7 +243,7 @@ lab.recorded("triton_kernels_h200", copies, why="A copy of matrices in bf16, GB/
 #     z = x + bias
 #     y = gelu(z)
 #
-# > **Predict.** How many trips between memory and the chip does each number make, a read or a write being one? How many
+# > **Predict.** How many trips between memory and the chip does each number make? A read or a write is one trip. How many
 # > does it make in one fused kernel?
 
 # %%
@@ -263,8 +262,8 @@ my_fused_trips = 1
 # One program computes a tile, as in the copy. Columns are adjacent in memory, so only rows have strides. Load the bias of
 # the tile's columns once, and let it broadcast over the rows.
 #
-# bf16 has 8 bits of precision. So kernels load bf16, compute in float32, `.to(tl.float32)`, and round once, when they
-# store: `.to(y.dtype.element_ty)`. The wider numbers exist in registers alone and cost no bytes.
+# bf16 has 8 bits of precision. So kernels load bf16, compute in float32, `.to(tl.float32)`, and round once, when they store:
+# `.to(y.dtype.element_ty)`. The wider numbers exist only in registers, so they cost no memory traffic.
 
 # %% exercise="fused-gelu"
 from course.lab.exercises.lesson19_kernels import bias_gelu, bias_gelu_kernel
@@ -285,8 +284,8 @@ if runs:
           (y - F.gelu(x + bias, approximate="tanh")).abs().max().item())
 
 # %% [markdown]
-# **What you should see:** four trips and a little more than two. The little more is the bias: every program loads the
-# bias of its 32 columns, once for 8 rows.
+# **What you should see:** four trips for PyTorch, and a little more than two for yours. The extra is the bias: every program
+# loads the bias of its 32 columns, once for 8 rows.
 #
 # > **Question.** On a GPU, those repeated loads of the bias cost even less than this count says. Why?
 #
@@ -295,7 +294,7 @@ if runs:
 # load comes from memory.
 # </details>
 #
-# > **Predict.** How many times as fast as PyTorch's two kernels is yours on an H200?
+# > **Predict.** How many times as fast as PyTorch's two kernels is yours, on an H200?
 
 # %%
 my_gelu_gain = 1.0               # your prediction
@@ -358,8 +357,8 @@ lab.beside("trips of each number", my_softmax_trips, sum(softmax_trips.values())
 # the program. For a reduction the threads exchange numbers, and then every thread has the result. You write one call, and
 # the compiler writes the exchange.
 #
-# A tile has a power of two as its size, and a row rarely has. So some elements of the tile do not exist. `tl.load` with a
-# mask gives them the value `other`.
+# The size of a tile is a power of two; the length of a row rarely is. So some elements of the tile do not exist. `tl.load`
+# with a mask gives them the value `other`.
 #
 # > **Question.** A row has 70 numbers, and each is −5. The tile has 128. You load `other=0.0`. What do you get in place of
 # > 1/70? Which value must `other` have?
@@ -375,8 +374,8 @@ lab.beside("trips of each number", my_softmax_trips, sum(softmax_trips.values())
 # - `softmax_kernel` computes one row. `BLOCK` is a power of two that is at least C. Load the row once, and store it once.
 # - `softmax` launches it. `triton.next_power_of_2(C)` is the smallest power of two that is not less than C.
 #
-# `num_warps` is a launch option: how many groups of 32 threads share a program. `warps(block)` is given. A program of one
-# row gets a thread for every 32 numbers, and at least 64 threads.
+# `num_warps` is a launch option: how many groups of 32 threads share a program. `warps(block)` is given. A program for one
+# row gets one thread for every 32 numbers, and at least 64 threads.
 
 # %%
 lab.show("course.lab.exercises.lesson19_kernels.warps")
@@ -430,7 +429,7 @@ lab.recorded("triton_kernels_h200", softmaxes, why="Softmax of rows in bf16, GB/
 # backward pass needs them.
 #
 # > **Predict.** The batch has 65,536 tokens of width 4096 in bf16. How many GB must a fused kernel read and write? How many
-# > milliseconds is that at the speed of your copy?
+# > milliseconds does that take at the speed of your copy?
 
 # %%
 my_norm_gb = 1.0                 # your predictions
@@ -448,7 +447,7 @@ lab.beside("time for that", my_norm_ms, 1e3 * norm_gb / copy_speed, "ms", "count
 #
 # <details><summary>Answer</summary>
 # No and no. The row stays in registers, so a second sum reads no memory. And the trick subtracts two large numbers. If the
-# mean is large beside the deviation, few digits are left. The next cell shows it.
+# mean is large compared with the deviation, few digits are left. The next cell shows it.
 # </details>
 
 # %%
@@ -464,9 +463,9 @@ print("mean of squared distances:         ", (z - z.mean()).square().mean().item
 # **Rounding.** z is stored in bf16, and the backward pass reads it from there. So round z *before* you normalize it. Then
 # both passes see the same numbers.
 #
-# **Rows per program.** Every program loads w and b. If it has one row only, these are as many numbers as x and y. So a
-# program takes `ROWS` tokens, one after another, and loads w and b once. In the loop
-# `for token in tl.range(first, end, num_stages=3)`, the compiler loads the next tokens while it computes with this one.
+# **Rows per program.** Every program loads w and b. If it has only one row, w and b have as many numbers as x and y. So a
+# program takes `ROWS` tokens, one after another, and loads w and b once. In the loop `for token in tl.range(first, end,
+# num_stages=3)`, the compiler loads the next tokens while it computes with this one.
 #
 # ## Exercise: residual add and LayerNorm
 #
@@ -479,8 +478,8 @@ from course.lab.exercises.lesson19_kernels import add_norm, add_norm_kernel
 check("add-norm")
 
 # %% [markdown]
-# > **Predict.** 10 tokens, 4 of them for a program. How many times does your kernel load each number of the weight? Look
-# > for the answer in the picture: in which order does a program load and store?
+# > **Predict.** 10 tokens, 4 per program. How many times does your kernel load each number of the weight? Look for the answer
+# > in the picture: in which order does a program load and store?
 
 # %%
 my_weight_loads = 10             # your prediction
@@ -502,8 +501,8 @@ if runs:
                 "writes z and n, for one token after another")
 
 # %% [markdown]
-# **What you should see:** three loads, one for each program. Between the load of x and the store of n, nothing goes to
-# memory but z, and only because the next block needs it.
+# **What you should see:** three loads, one for each program. Between the load of x and the store of n, only z goes to memory,
+# because the next block needs it.
 #
 # ## Its backward pass
 #
@@ -711,8 +710,8 @@ if runs:
 # One program computes a block of `ROWS` queries of one head. It loads its queries once, and loops over tiles of `COLUMNS`
 # keys and values. The launch grid is (blocks of queries, samples × heads).
 #
-# Tensors are (B, H, T, D) with any strides between samples, heads and tokens; `steps` holds these three numbers. So
-# nobody has to copy the output of the query-key-value linear into another order. Three small functions are given:
+# Tensors are (B, H, T, D) with any strides between samples, heads and tokens; `steps` holds these three numbers. So the
+# output of the query-key-value linear needs no copy into another order. Three small functions are given:
 
 # %%
 for name in ("head_offset", "load_tile", "store_tile"):
@@ -735,7 +734,7 @@ my_masked = 64
 #
 # Write three functions:
 #
-# - `key_range`: up to which key all queries of a block see everything (in whole tiles), and where the block's last key
+# - `key_range`: the key up to which all queries of a block see everything (in whole tiles), and where the block's last key
 #   ends;
 # - `attend_keys`: the loop over tiles. It computes scores, masks them if `masked`, and calls your `online_softmax`;
 # - `flash_forward_kernel`: the program. It loads queries, calls the loop twice (without mask up to `clear`, with mask up to
@@ -744,8 +743,7 @@ my_masked = 64
 # `lse` is (B, H, T) in float32, contiguous. `tl.program_id(1)` is sample · H + head, so its head's numbers begin at
 # `lse + tl.program_id(1) * T`. They are in units of log2, like `top`.
 #
-# T need not be a multiple of anything. `load_tile` with `masked` gives zeros beyond T. A score of zero is not minus
-# infinity!
+# T can be any number. `load_tile` with `masked` gives zeros beyond T. A score of zero is not minus infinity!
 
 # %% exercise="flash-forward"
 from course.lab.exercises.lesson19_flash_attention import (
@@ -778,8 +776,8 @@ if runs:
 
 # %% [markdown]
 # **What you should see:** 36 of 64 tiles, 8 of them with a mask. With more tiles, the ratio approaches one half. The last
-# program has eight times as much to do as the first. A GPU starts programs in the order of their numbers, and should not
-# wait for a few long ones at the end. So ours counts blocks from the end: `tl.num_programs(0) - 1 - tl.program_id(0)`. The
+# program has eight times as much work as the first. A GPU starts programs in the order of their numbers, and should not wait
+# for a few long ones at the end. So our kernel counts blocks from the end: `tl.num_programs(0) - 1 - tl.program_id(0)`. The
 # check accepts either order.
 #
 # ## The backward pass
@@ -802,10 +800,10 @@ if runs:
 # V<sub>j</sub>) = dY<sub>i</sub> · Y<sub>i</sub>. One dot product for each query.
 # </details>
 #
-# dQ sums over keys, and dK and dV sum over queries. So there are two kernels. In one a program holds a block of queries
-# and loops over keys, like the forward pass. In the other it holds a block of keys and values, and loops over queries.
-# Both compute $S$ and $dP$: seven products in place of five. In return, no two programs add to the same number, and every
-# sum has a fixed order.
+# dQ sums over keys, and dK and dV sum over queries. So there are two kernels. In one a program holds a block of queries and
+# loops over keys, like the forward pass. In the other it holds a block of keys and values, and loops over queries. Both
+# compute $S$ and $dP$: seven products instead of five. In return, no two programs add to the same number, and every sum has a
+# fixed order.
 #
 # > **Predict.** Forward has two products of T × T scores. How many times as long does the backward pass take, if only
 # > products count?
@@ -815,8 +813,8 @@ my_backward = 2.0                # your prediction
 lab.beside("backward over forward", my_backward, 7 / 2, "times", "counted")
 
 # %% [markdown]
-# The two kernels are given, and call what you write. Here is the one that holds keys and values. Its three loops take the
-# queries on the diagonal, those that see all of its keys, and a last tile that T cuts:
+# The two kernels are given, and call what you write. Here is the one that holds keys and values. Its three loops handle the
+# queries on the diagonal, those that see all of its keys, and a last tile that ends at T:
 
 # %%
 for name in ("sum_over_queries", "keys_backward_kernel"):
@@ -830,7 +828,7 @@ for name in ("sum_over_queries", "keys_backward_kernel"):
 # - `query_gradient` adds what one tile of keys contributes to dQ;
 # - `key_gradients` adds what one tile of queries contributes to dK and dV. Its scores have a row for each *key*, so
 #   $P^\top$ comes out without a transpose;
-# - `query_range`: where the queries begin that see a block of keys, and from where on all of them see all its keys.
+# - `query_range`: the first query that sees any key of a block, and the query from which on all see all its keys.
 #
 # The kernels multiply dQ and dK by 1/√D at the end, so leave that out. `seen` is True in a tile that needs no mask;
 # `tl.where(True, p, 0.0)` costs nothing, because the compiler removes it.
@@ -843,7 +841,7 @@ from course.lab.exercises.lesson19_flash_attention import (
 check("flash-backward")
 
 # %% [markdown]
-# All of it together, beside PyTorch's autograd, on 100 tokens:
+# The whole kernel beside PyTorch's autograd, on 100 tokens:
 
 # %%
 mine = (*forward, query_gradient, key_gradients, query_range)
@@ -871,11 +869,11 @@ if runs:
 # `ROWS × D` numbers in float32, stays in registers for the whole loop. So does a tile of scores. If they do not fit, the
 # compiler **spills**: it writes registers to memory and reads them back in each pass of the loop.
 #
-# **Shared memory.** An SM has 228 KB. Tiles of keys and values wait there. With three *stages*, two tiles are on their way
+# **Shared memory.** An SM has 228 KB. Tiles of keys and values wait there. With three *stages*, two tiles are being loaded
 # while the program computes with a third.
 #
-# A program that needs little of both leaves room for others on its SM. Then one program computes exponentials while
-# another one's matrix products run. The number of warps on an SM, over the most that fit (64), is its **occupancy**.
+# A program that needs little of both leaves room for others on its SM. Then one program computes exponentials while another
+# one's matrix products run. The number of warps on an SM, divided by the maximum (64), is its **occupancy**.
 #
 # > **Predict.** Heads of 64: a block of 128 queries and a tile of 64 keys. The program has 4 warps, which is 128 threads.
 # > How many registers of each thread hold the output and the scores? How many with 8 warps?
@@ -892,7 +890,8 @@ for count, predicted in my_registers.items():
 # %% [markdown]
 # Queries, weights, running sums and pointers need registers too. So 4 warps come close to the limit of 255.
 #
-# Nobody computes the best configuration in advance. You try a list of them and keep the fastest. In Triton you write
+# The best configuration cannot be computed in advance. You try a list of configurations and keep the fastest. In Triton you
+# write
 #
 #     @triton.autotune([triton.Config({"ROWS": 128, "COLUMNS": 64}, num_warps=8, num_stages=3),
 #                       triton.Config({"ROWS": 64, "COLUMNS": 64}, num_warps=4, num_stages=3)], key=["T", "D"])
@@ -927,12 +926,12 @@ print(f"you predicted blocks of {my_rows} queries and {my_warps} warps")
 #
 # Read the table by pairs that differ in one number:
 #
-# - *Stages.* 128 × 64, 4 warps: two stages in place of three. The tiles arrive late.
-# - *Tile of keys.* 128 × 128 in place of 128 × 64, 8 warps, 3 stages. Only one program fits on an SM.
+# - *Stages.* 128 × 64, 4 warps: two stages instead of three. The tiles arrive late.
+# - *Tile of keys.* 128 × 128 instead of 128 × 64, 8 warps, 3 stages. Only one program fits on an SM.
 # - *Warps.* 128 × 64, 3 stages: 4 or 8 warps make little difference here, because nothing spills.
 #
-# > **Predict.** Heads of 128 double the output of a block and the tiles of keys and values. Take blocks of 128 queries,
-# > tiles of 64 keys and 3 stages. How many times as fast as 4 warps are 8 warps?
+# > **Predict.** Heads of 128 double the output of a block and the tiles of keys and values. Take blocks of 128 queries, tiles
+# > of 64 keys and 3 stages. How many times as fast as 4 warps are 8?
 
 # %%
 my_warp_gain = 1.0               # your prediction
@@ -1003,9 +1002,9 @@ lab.recorded("flash_attention_h200", flash_pictures.speeds(rows, "backward"),
 #
 # ## What separates the rest
 #
-# A matrix product alone reaches {result: bf16_matmul | .0f} TFLOP/s on an H200. Your forward pass reaches
-# {result: flash_best(128)[1]["TFLOP/s"] | .0f}. Products are not its only work. In one clock cycle, the tensor cores of an
-# SM do 4096 FLOP in bf16. Its special function units compute 16 exponentials.
+# A matrix product alone reaches {result: bf16_matmul | .0f} TFLOP/s on an H200. Your forward pass reaches {result:
+# flash_best(128)[1]["TFLOP/s"] | .0f}. Products are not its only work. In one clock cycle, the tensor cores of an SM do 4096
+# bf16 FLOPs. Its special function units compute 16 exponentials.
 #
 # > **Predict.** A tile has 128 × 64 scores, and heads have 64 numbers. How many cycles do its two products take, and how
 # > many its exponentials? And with heads of 128?
@@ -1022,9 +1021,9 @@ for D, (products, exponentials) in my_cycles.items():
                "counted")
 
 # %% [markdown]
-# With heads of 64, exponentials take as long as products. (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, starts
-# from this count.) A program that does one after the other keeps the tensor cores busy for half of the time at most. So
-# one program's exponentials must run *beside* another one's products.
+# With heads of 64, exponentials take as long as products. (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, starts from
+# this count.) A program that does one after the other keeps the tensor cores busy at most half of the time. So one program's
+# exponentials must run *beside* another one's products.
 #
 # Now look at the report again. With heads of 64 the fastest configuration leaves room for
 # {result: flash_best(64)[1]["programs on an SM"] | d} programs on an SM: one multiplies while another exponentiates. Your
@@ -1039,12 +1038,12 @@ for D, (products, exponentials) in my_cycles.items():
 # <details><summary>Answer</summary>
 # Give them different jobs. A few warps only copy tiles into shared memory, and need few registers. Two groups of four warps
 # take turns: while one computes exponentials, the other one's products run. This is <em>warp specialization</em>, and
-# FlashAttention-3 works in this way too. In your kernel all warps of a program run the same code.
+# FlashAttention-3 also works like this. In your kernel all warps of a program run the same code.
 # </details>
 #
 # Backward, a program of the second kernel holds two outputs, dK and dV, and two tiles of scores. With heads of 128 it takes
-# all 255 registers of a thread and spills some, and it is still the fastest one: what fits without spilling has smaller
-# tiles. The two extra products cost as well. FlashAttention-2 does five, and adds up dQ with atomic additions, in an order
+# all 255 registers of a thread and spills some, but it is still the fastest: configurations that do not spill have smaller
+# tiles. The two extra products also cost time. FlashAttention-2 does five, and adds up dQ with atomic additions, in an order
 # that changes from run to run.
 
 # %% [markdown]

@@ -11,8 +11,8 @@
 #
 # In [lesson 13](13_memory.ipynb) you wrote ZeRO-1, which shards the optimizer states. Weights and gradients stayed whole on
 # every rank. Stage 2 of ZeRO also shards the gradients, and stage 3 also shards the weights. PyTorch calls stage 3 **FSDP**
-# (*fully sharded data parallelism*). Most large models train with it, because it needs no change of the model. In this lesson
-# you write its three parts.
+# (*fully sharded data parallelism*). Most large models train with it, because the model itself does not change. In this
+# lesson you write its three parts.
 #
 # **What you will learn**
 #
@@ -55,8 +55,8 @@ lab.begin("20")
 # %% [markdown]
 # ## From stage 1 to stage 3
 #
-# After each step, n data-parallel ranks hold the same weights. So rank r may keep one n-th of everything: its **share**. Each
-# number has one owner:
+# After each step, n data-parallel ranks hold the same weights. So each rank can keep only one n-th of everything: its
+# **share**. Each number has one owner:
 
 # %%
 FOUR = ("vit-demo", "model.depth=1", "train.global_batch=4", "parallel.dp=4")
@@ -74,7 +74,7 @@ lab.picture(
 
 # %% [markdown]
 # The rank that owns a number keeps its weight, its gradient and its optimizer states. The stages differ in what every rank
-# keeps as well:
+# keeps whole besides its share:
 #
 # | stage | whole on every rank | collectives of a step |
 # |---|---|---|
@@ -145,8 +145,8 @@ lab.beside("stage 3", my_stage_3, total["ZeRO-3"] / total["DDP"], "x DDP")
 lab.show("course.lab.exercises.lesson20_fully_sharded.views")
 
 # %% [markdown]
-# How does a rank free the memory of weights that the model still refers to? It keeps the tensor and resizes the **storage**
-# behind it to zero bytes:
+# How does a rank free the memory of weights that the model still refers to? The rank keeps the tensor and resizes the
+# **storage** behind it to zero bytes:
 
 # %%
 lab.show("course.ops.storage.free_memory")
@@ -169,9 +169,9 @@ print(weight.shape, has_memory(weight), weight.data.tolist())
 # > *same* storage, and not a new tensor?
 #
 # <details><summary>Answer</summary>
-# Autograd keeps a reference to the tensor that the forward pass used, often a transposed view of it. It does not ask the module
-# again. If the gather makes a new tensor, autograd still reads the old one, whose memory is gone. If the gather fills the same
-# storage, all views are valid again.
+# Autograd keeps a reference to the tensor that the forward pass used, often a transposed view of it. It does not look the
+# weight up in the module again. If the gather makes a new tensor, autograd still reads the old one, whose memory is gone. If
+# the gather fills the same storage, all views are valid again.
 # </details>
 #
 # ## Exercise: a unit that is gathered and freed
@@ -179,9 +179,9 @@ print(weight.shape, has_memory(weight), weight.data.tolist())
 # `__init__` is there: it makes the flat tensor, turns the parameters into views of it, keeps a share, and frees the rest.
 #
 # - `part` returns this rank's part of a flat tensor: rank r has the r-th of `axis.size` equal pieces.
-# - `gather` makes the weights readable. `share` changes with every optimizer step, so each gather brings the ranks' new shares.
-#   Gather straight into `whole`: shares that arrive in tensors of their own put the weights in memory twice.
-# - `free` frees their memory.
+# - `gather` makes the weights readable. `share` changes with every optimizer step, so each gather brings the ranks' new
+#   shares. Gather straight into `whole`: shares that arrive in separate tensors would put the weights in memory twice.
+# - `free` frees the memory of the weights.
 #
 # You need `all_gather_single(whole, share, group=self.axis.group)`, and two of the functions above. The share is a parameter:
 # pass `self.share.detach()`.
@@ -190,8 +190,9 @@ print(weight.shape, has_memory(weight), weight.data.tolist())
 from course.lab.exercises.lesson20_fully_sharded import ShardedUnit
 
 # %% [markdown]
-# The check trains a chain of three units for three steps, each unit whole only while it computes. It compares the outputs and
-# the weights with serial training, looks at what a unit keeps between its uses and what `gather` makes, and counts the bytes.
+# The check trains a chain of three units for three steps, where each unit is whole only while it computes. It compares the
+# outputs and the weights with serial training, checks what a unit keeps between uses and what `gather` allocates, and counts
+# the bytes.
 
 # %%
 check("sharded-unit")
@@ -200,10 +201,10 @@ check("sharded-unit")
 # ## Exercise: the gradients of a unit
 #
 # The backward pass of a unit leaves a whole gradient in `.grad` of each parameter. DDP would all-reduce it. Stages 2 and 3
-# need less: each rank gets the mean of *its share*, and the whole gradients are dropped at once.
+# need less: each rank gets the mean of *its share*, and the whole gradients are freed at once.
 #
-# > **Predict.** A rank trains 7 billion parameters in float32, in 32 equal units, over 8 ranks. How many GB of gradients does it
-# > hold at most: with stage 1, and with stage 2? Assume that one unit's gradients are whole at a time.
+# > **Predict.** A rank trains 7 billion parameters in float32, in 32 equal units, over 8 ranks. How many GB of gradients does
+# > it hold at the peak, with stage 1 and with stage 2? Assume that one unit's gradients are whole at a time.
 
 # %%
 my_gradients_1 = 10.0            # your predictions, in GB
@@ -231,7 +232,7 @@ from course.lab.exercises.lesson20_fully_sharded import reduce_gradients
 check("reduce-gradients")
 
 # %% [markdown]
-# Now put both together. Four ranks take one linear layer of 64 × 64 weights, with a bias, through a step.
+# Now put both together. Four ranks run one training step of a linear layer with 64 × 64 weights and a bias.
 #
 # > **Predict.** How many bytes of weights and of gradients does a rank hold at the end?
 
@@ -273,14 +274,14 @@ lab.beside("\nat the end", my_bytes_left, weight_bytes + grad_bytes, "bytes")
 # %% [markdown]
 # ## The order of a step
 #
-# Now every compute needs a gather first. If a rank begins the gather when it needs the weights, it waits for each of them. So
-# it begins the gather of the *next* unit, and computes the present one meanwhile. This is **prefetching**.
+# Now every computation needs a gather first. If a rank begins a gather only when it needs the weights, it waits for each one.
+# So it begins the gather of the *next* unit while it computes the current one. This is **prefetching**.
 #
-# The forward pass goes through the units 0, 1, 2, … and the backward pass goes back. A reduce-scatter of a unit's gradients
-# also runs beside computation: that of the next unit in the backward pass.
+# The forward pass goes through the units 0, 1, 2, … and the backward pass goes back. The reduce-scatter of a unit's gradients
+# overlaps with the backward pass of the next unit.
 #
-# > **Predict.** A model has 8 units. With prefetching one unit ahead, how many units are whole at once, at most? How many gathers
-# > does a step need? (Which unit's weights need not be freed between forward and backward?)
+# > **Predict.** A model has 8 units. With prefetching one unit ahead, at most how many units are whole at once? How many
+# > gathers does a step need? (Which unit's weights need not be freed between forward and backward?)
 
 # %%
 my_whole = 1                     # your predictions
@@ -307,14 +308,14 @@ my_gathers = 16
 from course.lab.exercises.lesson20_fully_sharded import step_events
 
 # %% [markdown]
-# The check carries your events out on real ranks, with asynchronous all-gathers, and trains chains of several lengths.
+# The check runs your events on real ranks, with asynchronous all-gathers, and trains chains of several lengths.
 
 # %%
 check("step-events")
 
 # %% [markdown]
-# Does the library do the same? Four ranks train a model of six blocks with stage 3: eight units with the embedding and the
-# head. The next cell records what rank 0 does in one step.
+# Does the library do the same? Four ranks train a model of six blocks with stage 3: eight units, including the embedding and
+# the head. The next cell records what rank 0 does in one step.
 
 
 # %%
@@ -355,16 +356,17 @@ lab.beside("peak of weights", my_peak, timeline.peak / 1e6, "MB")
 
 # %% [markdown]
 # **What you should see:** the gather of unit i + 1 begins before the forward pass of unit i. In the backward pass the numbers
-# count down. The memory is the share and at most two units.
+# count down. The peak memory is the share plus at most two units.
 #
-# A bar of a reduce-scatter ends when the rank has waited for it, because gloo does not report its end. The library waits for
-# one before it begins the next, so that one unit's whole gradients are in memory at a time.
+# The bar of a reduce-scatter ends when the rank stops waiting for it, because gloo does not report when it ends. The library
+# waits for one reduce-scatter before it begins the next, so that one unit's whole gradients are in memory at a time.
 #
 # > **Question.** Here the gathers take longer than the computation, so the rank waits. Which two changes would hide them?
 #
 # <details><summary>Answer</summary>
-# More samples on each rank, because the computation grows with the tokens and a gather does not. And a faster link. Four ranks
-# on two cores also compete for the processor, which copies the bytes; on GPUs, a gather needs few of the processors.
+# More samples on each rank, because computation grows with the number of tokens and a gather does not. And a faster link.
+# Four ranks on two cores also compete for the processor, which copies the bytes; on GPUs, a gather uses few of the
+# multiprocessors.
 # </details>
 #
 # ## What to free, and when
@@ -381,7 +383,8 @@ lab.beside("peak of weights", my_peak, timeline.peak / 1e6, "MB")
 # Freeing units only after the step makes the weights as large as with stage 2. But between steps they are freed, and the
 # pipeline has already cut the model into stages.
 #
-# > **Predict.** Two micro-batches without a pipeline, 8 units. How many gathers does a step need with each of the three?
+# > **Predict.** Two micro-batches without a pipeline, 8 units. How many gathers does a step need with each of the three
+# > settings?
 
 # %%
 my_gathers_of = {"forward": 16, "backward": 16, "step": 16}      # your predictions
@@ -403,8 +406,8 @@ lab.picture(style.stacked(bars, "MB", limits={"all weights": all_bytes / 1e6},
                         for when, bar in bars.items()) + ".")
 
 # %% [markdown]
-# The bars of `backward` and `step` exceed all weights, because the share comes on top: the optimizer updates it, in float32
-# also if the units are gathered in 16 bits.
+# The bars of `backward` and `step` exceed all weights, because they include the share. The optimizer updates the share in
+# float32, even if the units are gathered in 16 bits.
 #
 # ## Copies of the model: HSDP
 #
@@ -438,7 +441,7 @@ lab.picture(
 # - Tensor parallelism sends **activations**: four all-reduces for each block (lesson 10), each of 2 (n − 1)/n · T · D numbers.
 #   T counts the tokens of the whole group, because each of its ranks computes with all of them.
 #
-# > **Predict.** Width 4096, 16 bits. From how many tokens on, in the batch of the group, does stage 3 send fewer bytes?
+# > **Predict.** Width 4096, 16 bits. From how many tokens in the group's batch does stage 3 send fewer bytes?
 
 # %%
 my_tokens = 4096                 # your prediction
@@ -469,13 +472,13 @@ lab.picture(style.curves(lines, "tokens of the group", "MB for each block",
             f"tokens and crosses it at {crossing:,.0f} tokens.")
 
 # %% [markdown]
-# The crossing is at 4.5 D tokens, whatever n. Below it, tensor parallelism sends less; this is the case of few, short samples.
-# Above it, stage 3 sends less, and the gap grows with the batch.
+# The crossing is at 4.5 D tokens, whatever n. Below it, tensor parallelism sends less; this is the case with few, short
+# samples. Above it, stage 3 sends less, and the gap grows with the batch.
 #
-# Bytes are not time. Tensor parallelism waits for its all-reduces, because the next matmul needs the sum. Stage 3 knows
-# early which weights come next, so its gathers can hide behind computation. They are hidden if a block computes at least as
-# long as the next block's gather takes. Forward, a rank with t tokens computes 2 · 12 D² · t FLOPs and receives 2 · 12 D² bytes,
-# all but an n-th. So the width drops out:
+# Bytes are not time. Tensor parallelism waits for its all-reduces, because the next matmul needs the sum. Stage 3 knows early
+# which weights come next, so its gathers can hide behind computation. They are hidden if computing a block takes at least as
+# long as gathering the next one. In the forward pass, a rank with t tokens computes 2 · 12 D² · t FLOPs and receives 2 · 12
+# D² bytes, all but an n-th. So the width drops out:
 #
 # $$t \ge \frac{n-1}{n} \cdot \frac{\text{FLOP/s}}{\text{bytes/s of the link}}$$
 #
@@ -492,9 +495,9 @@ for link, mine in zip(h100.links, (my_tokens_within, my_tokens_between), strict=
     lab.beside(f"tokens on each GPU, {link.name}", mine, needed, how="computed")
 
 # %% [markdown]
-# Data sheets are optimistic for both numbers, so take these as orders of magnitude. Most trainings have thousands of tokens on
-# each GPU: within a node the gathers hide easily. Between nodes they need large batches, HSDP, or tensor parallelism within the
-# node and stage 3 between nodes.
+# Data sheets are optimistic for both numbers, so take these as orders of magnitude. Most training runs have thousands of
+# tokens on each GPU, so within a node the gathers hide easily. Between nodes you need large batches, HSDP, or tensor
+# parallelism within each node and stage 3 between nodes.
 #
 # A limit remains: stage 3 needs at least one sample on each rank. If the global batch has fewer samples than there are GPUs,
 # use tensor, context or pipeline parallelism for the rest.
@@ -526,7 +529,7 @@ lab.show("course.parallel.data_parallel.fsdp.EnterBackward")
 # <code>start_average</code> begins the all-reduce over the copies, once all micro-batches of the step are in.
 # </details>
 #
-# Does it train as one process does? `verify` compares every parameter after each step, in float64:
+# Does it train like one process? `verify` compares every parameter after each step, in float64:
 
 # %%
 exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]",
@@ -538,16 +541,18 @@ assert verify.tell(exact, gaps)
 # %% [markdown]
 # ## Summary
 #
-# - Stage 2 shards gradients and stage 3 also weights. Stage 3 sends 1.5 times the bytes of DDP, the other stages as many as DDP.
+# - Stage 2 shards gradients, stage 3 also weights. Stage 3 sends 1.5 times as many bytes as DDP, the other stages as many as
+#   DDP.
 # - A unit is gathered before it computes and freed afterwards. Its storage shrinks to zero; its views stay valid.
 # - With prefetching, at most two units are whole. Gathers run in forward order, then in backward order.
-# - `reshard_after` trades memory for gathers, which counts with many micro-batches; HSDP keeps gathers within a node.
+# - `reshard_after` trades memory for gathers, which matters with many micro-batches; HSDP keeps gathers within a node.
 # - Stage 3 sends weights, tensor parallelism sends activations. From 4.5 D tokens on, stage 3 sends less.
 #
 # ## Questions
 #
 # 1. Why does the backward pass need the weights again, and which layer of yours would not?
-# 2. A model has one unit that is as large as all others together. What is the peak of weights, and what would you change?
+# 2. A model has one unit that is as large as all others together. What is the peak memory of weights, and what would you
+#    change?
 # 3. You double the GPUs and keep the global batch. Does stage 3 hide its gathers more easily, or less?
 #
 # **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/20_fully_sharded_mine.ipynb`.

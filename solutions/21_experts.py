@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 21 · Experts
 #
-# The MLPs hold two thirds of a block's weights, and every token multiplies with all of them. A **mixture of experts**
-# (MoE) has many MLPs, the experts, and each token goes through a few. So the model grows while the work per token stays. Most of
-# the largest language models are built like this. In this lesson you write what makes it work: the router, the loss that keeps
-# experts busy, and the messages that bring tokens to experts on other ranks.
+# The MLPs hold two thirds of a block's weights, and every token multiplies with all of them. A **mixture of experts** (MoE)
+# has many MLPs, the experts, and each token goes through a few. So the model grows while the work per token stays the same.
+# Most of the largest language models are built like this. In this lesson you write what makes it work: the router, the loss
+# that keeps experts busy, and the messages that bring tokens to experts on other ranks.
 #
 # **What you will learn**
 #
@@ -70,9 +70,9 @@ torch.set_num_threads(1)         # the models here are too small to share out
 # Take E experts, each an MLP of width H. Each token goes through k of them. The model's **parameters** count all E experts. The
 # **active** parameters of a token count only its k.
 #
-# > **Predict.** Mixtral 8x7B has 32 blocks of width 4096. Each block has 8 experts with three matrices of 4096 × 14,336, and each
-# > token goes through 2. All else takes 1.6 billion parameters. How many parameters does it have, and how many are active? In
-# > billions.
+# > **Predict.** Mixtral 8x7B has 32 blocks of width 4096. Each block has 8 experts with three matrices of 4096 × 14,336, and
+# > each token goes through 2. Everything else takes 1.6 billion parameters. How many billion parameters does it have, and how
+# > many are active?
 
 # %%
 my_parameters = 56.0             # your predictions
@@ -96,17 +96,17 @@ lab.beside("active", my_active, (32 * 2 * one_expert + 1.6e9) / 1e9, "billion")
 #
 # The weights g are called **gates**.
 #
-# > **Question.** The choice itself has no gradient: a little more of a logit changes nothing, or another expert. How does the
-# > router learn? And what would go wrong with k = 1?
+# > **Question.** The choice itself has no gradient: a slightly larger logit either changes nothing or selects another expert.
+# > How does the router learn? And what would go wrong with k = 1?
 #
 # <details><summary>Answer</summary>
-# Through the gates. If an expert's output reduces the loss, the gradient increases its gate, hence its probability. With k = 1
-# the gate p / p is always 1 and has no gradient. So with one expert the gate is p itself.
+# Through the gates. If an expert's output reduces the loss, the gradient increases its gate, hence its probability. With k =
+# 1 the gate p / p is always 1 and has no gradient. So with k = 1 the gate is p itself.
 # </details>
 #
 # ## Exercise: the router
 #
-# Write `route(logits, top_k)`. It returns the gates and the numbers of each token's experts, both (N, top_k). With `top_k=1`
+# Write `route(logits, top_k)`. It returns the gates and the indices of each token's experts, both (N, top_k). With `top_k=1`
 # the gate is the probability.
 
 # %% exercise="route"
@@ -136,8 +136,8 @@ tokenizer = bpe.load(data / "tokenizer.json")
 # Each expert has width 64, and each token goes through two of eight. A dense model with an MLP of width 128 does the same work
 # for a token.
 #
-# > **Predict.** Both train for 200 steps. By how much is the loss of the mixture lower than that of the dense model, on text that
-# > neither has seen?
+# > **Predict.** Both train for 200 steps. On text that neither has seen, by how much is the mixture's loss lower than the
+# > dense model's?
 
 # %%
 my_gain = 0.5                    # your prediction
@@ -153,19 +153,19 @@ print(f"dense {dense_loss:.3f}   mixture {mixture_loss:.3f}")
 lab.beside("\ngain", my_gain, dense_loss - mixture_loss)
 
 # %% [markdown]
-# The gain is small here, because the model is small and trains for seconds. It grows with training.
-# `course train gpt-moe-python` learns the source of Python's library. In the mean of three seeds its validation loss is
-# {result: python_loss["experts"]["500"] | .3f} after 500 steps, and {result: python_loss["experts"]["2000"] | .3f} after 2000.
-# A dense model with as many active parameters has {result: python_loss["dense"]["500"] | .3f} and
-# {result: python_loss["dense"]["2000"] | .3f}. The gain also grows with the number of experts: Switch Transformer reached the
-# loss of a dense model in a seventh of the steps ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 3.1).
+# The gain is small here, because the model is small and trains for seconds. It grows with training. `course train
+# gpt-moe-python` learns the source of Python's library. Averaged over three seeds, its validation loss is {result:
+# python_loss["experts"]["500"] | .3f} after 500 steps, and {result: python_loss["experts"]["2000"] | .3f} after 2000. A dense
+# model with as many active parameters has {result: python_loss["dense"]["500"] | .3f} and {result:
+# python_loss["dense"]["2000"] | .3f}. The gain also grows with the number of experts: Switch Transformer reached the loss of
+# a dense model in a seventh of the steps ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961), section 3.1).
 #
 # ## Experts die
 #
-# What if one expert is a little better at the beginning? It gets more tokens, so it learns faster, so it gets even more. Nothing
-# stops this. Break the balance on purpose: add 3 to the router's bias of the first two experts, before training.
+# What if one expert is a little better at the beginning? It gets more tokens, so it learns faster, so it gets even more.
+# Nothing stops this. Break the balance on purpose: before training, add 3 to the router's bias for the first two experts.
 #
-# > **Predict.** The other six experts share what is left. What share of the choices do they get together, after 200 steps?
+# > **Predict.** After 200 steps, what share of the choices do the other six experts get together?
 
 # %%
 my_others = 0.3                  # your prediction
@@ -185,24 +185,24 @@ broken = train(broken_model, training, STEPS)
 lab.beside("share of the other six", my_others, sum(broken.loads[-1][2:]))
 
 # %% [markdown]
-# Three quarters of the experts are nearly unused. You pay for their memory and have a smaller model.
+# Three quarters of the experts are nearly unused. You pay for their memory but get a smaller model.
 #
 # ## Exercise: the balance loss
 #
-# A second loss has to pull the choices apart. For one batch let
+# A second loss has to spread the choices. For one batch, let
 #
 # - $f_e$ be expert e's share of all choices (each token makes k of them),
-# - $P_e$ the mean over the tokens of its probability.
+# - $P_e$ be the mean of its probability over the tokens.
 #
-# The **balance loss** is $E \sum_e f_e P_e$. If all experts get equally much, both are 1/E, and the loss is 1. If one expert gets
-# everything, it is E.
+# The **balance loss** is $E \sum_e f_e P_e$. If all experts get equal shares, both are 1/E, and the loss is 1. If one expert
+# gets everything, it is E.
 #
 # > **Question.** f counts choices and has no gradient. Through what does the router learn to balance, and which experts feel the
 # > largest push?
 #
 # <details><summary>Answer</summary>
-# Through P. The derivative by P_e is E f_e: the more an expert is chosen, the harder its probability is pushed down, in every
-# token.
+# Through P. The derivative with respect to P_e is E f_e: the more an expert is chosen, the harder its probability is pushed
+# down, in every token.
 # </details>
 #
 # Write `balance_loss(probabilities, experts)`. `torch.bincount(numbers, minlength=E)` counts.
@@ -214,7 +214,7 @@ from course.lab.exercises.lesson21_experts import balance_loss
 check("balance-loss")
 
 # %% [markdown]
-# Now train the broken model again, with a hundredth of this loss.
+# Now train the unbalanced model again, and add a hundredth of this loss.
 
 # %%
 mended_model = favor_two()
@@ -231,17 +231,17 @@ for name, model in (("two favored", broken_model), ("with balance loss", mended_
     print(f"{name:18} loss {evaluate(model, validation):.3f}")
 
 # %% [markdown]
-# **What you should see:** with the balance loss six more experts work after some 30 steps, and the two that were favored are
-# slowly coming back. The weight of this loss is small,
-# because it disturbs: it asks for equal shares even where the text would not.
+# **What you should see:** with the balance loss, the other six experts take over after some 30 steps. The two favored ones
+# slowly come back. The weight of this loss is small, because it interferes: it asks for equal shares even where the text does
+# not call for them.
 #
-# DeepSeek-V3 balances without a loss. A bias is added to the router's scores for the choice alone, and after every step the bias
-# of a busy expert shrinks a little ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 2.1.2).
+# DeepSeek-V3 balances without a loss. It adds a bias to the router's scores, for the choice alone, and after every step the
+# bias of a busy expert shrinks a little ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 2.1.2).
 #
 # ## Who takes what?
 #
-# > **Predict.** Look at a few lines of code. Do you expect that an expert specializes in a topic (files, numbers), or in kinds of
-# > tokens (indentation, names, brackets)?
+# > **Predict.** Look at a few lines of code. Do you expect an expert to specialize in a topic (files, numbers), or in kinds
+# > of tokens (indentation, names, brackets)?
 
 # %%
 TEXT = """def read(self, size=-1):
@@ -261,16 +261,16 @@ lab.picture(pictures.tokens(rows, 8, "The first expert of each token"),
             "Equal tokens mostly have the same color.")
 
 # %% [markdown]
-# Experts specialize in kinds of tokens: the same token mostly goes to the same expert, whatever the text is about. Larger models
-# show the same ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), section 5).
+# Experts specialize in kinds of tokens: the same token mostly goes to the same expert, whatever the text is about. Larger
+# models do the same ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), section 5).
 #
 # ## Experts on other ranks
 #
-# All experts are in memory, and each token needs few. So spread them over ranks: rank r of n keeps the r-th of n equal shares.
-# This is **expert parallelism**. The ranks are data parallel otherwise: each has its own tokens. A token whose expert is
-# elsewhere travels there and its output travels back. These are two all-to-alls, **dispatch** and **combine**.
+# All experts are in memory, and each token needs few. So spread the experts over ranks: rank r of n keeps the r-th of n equal
+# shares. This is **expert parallelism**. Otherwise the ranks are data parallel: each has its own tokens. A token whose expert
+# is on another rank travels there, and its output travels back. These are two all-to-alls, **dispatch** and **combine**.
 #
-# The library's axis for it is `parallel.ep`. It takes no ranks of its own: it is carved out of the data-parallel ranks.
+# The library's axis for it is `parallel.ep`. It takes no ranks of its own: it divides the data-parallel ranks.
 
 # %%
 WEIGHTS = {name: f"blocks.0.{name}"
@@ -285,7 +285,7 @@ lab.picture(who_holds.parameters(held, WEIGHTS,
             "the experts, ranks 1 and 3 the second half.")
 
 # %% [markdown]
-# > **Question.** Over which ranks are the gradients of the router averaged, and over which those of expert 0?
+# > **Question.** Over which ranks are the router's gradients averaged? And those of expert 0?
 #
 # <details><summary>Answer</summary>
 # The router is on all four ranks, so over all of them. Expert 0 is on ranks 0 and 2. Each has seen the tokens of two ranks, which
@@ -306,22 +306,22 @@ lab.beside("sent in a dispatch", my_dispatch, 8192 * 2 * 4096 * 2 * 7 / 8 / 1e6,
 # A block needs four of them in a step: dispatch and combine, in forward and in backward. A tensor-parallel MLP needs one
 # all-reduce in each direction instead (lesson 10), whose bytes do not grow with k.
 #
-# How many rows travel between two ranks is known only when the router has chosen. So the ranks first tell each other the
-# numbers. Then one all-to-all sends pieces of different lengths:
-# `dist.all_to_all_single(output, input, received, sent, group=axis.group)` sends the first `sent[0]` rows of `input` to rank 0,
-# the next `sent[1]` to rank 1. `output` has `received[0]` rows of rank 0, then `received[1]` rows of rank 1.
+# The number of rows between two ranks is known only after the router has chosen. So the ranks first exchange these numbers.
+# Then one all-to-all sends pieces of different lengths: `dist.all_to_all_single(output, input, received, sent,
+# group=axis.group)` sends the first `sent[0]` rows of `input` to rank 0, the next `sent[1]` to rank 1. `output` gets
+# `received[0]` rows from rank 0, then `received[1]` rows from rank 1.
 #
 # > **Question.** The backward pass of dispatch gets a gradient for each *received* row. Where do these belong?
 #
 # <details><summary>Answer</summary>
-# To the rank that sent the row. So the backward pass is an all-to-all with the two lists of numbers exchanged. This is exactly
+# To the rank that sent the row. So the backward pass is an all-to-all with the two lists of numbers swapped. This is exactly
 # what combine does with the outputs: dispatch and combine are each other's backward pass.
 # </details>
 #
 # ## Exercise: exchange rows
 #
-# Write both passes of `ExchangeRows`. PyTorch calls `forward` with the rows, the two lists and the axis. `backward` returns one
-# gradient for each of the four arguments, `None` for what is no tensor.
+# Write both passes of `ExchangeRows`. PyTorch calls `forward` with the rows, the two lists and the axis. `backward` returns
+# one gradient for each of the four arguments, `None` for each that is not a tensor.
 
 # %% exercise="exchange-rows"
 from course.lab.exercises.lesson21_experts import ExchangeRows
@@ -354,8 +354,8 @@ for rank, arrived in enumerate(ranks(4)(numbers)):
 # *this rank* keeps. Call it once, with all rows that arrived and the number of each row's expert.
 #
 # 1. Sort the rows by expert. Then the rows for rank 0 come first.
-# 2. Count the rows for each expert. Exchange the counts, so that each rank knows how many rows arrive from whom, for which of
-#    its experts.
+# 2. Count the rows for each expert. Exchange the counts, so that each rank knows how many rows arrive from each rank, for
+#    each of its experts.
 # 3. Send the rows with `ExchangeRows.apply(rows, sent, received, axis)`. They arrive by sender, and for each sender by expert.
 # 4. Compute, and send the outputs back.
 # 5. Undo the sorting.
@@ -413,23 +413,25 @@ for name, model in (("two favored", broken_model), ("with balance loss", mended_
         lab.beside("rows of the busiest", my_busiest, max(rows_computed), how="counted")
 
 # %% [markdown]
-# Every rank waits for the busiest one at the combine. So the step takes as long as if all ranks had as many rows. Balance is not
-# only about using all weights: it decides the speed.
+# Every rank waits for the busiest one at the combine. So the step takes as long as if all ranks had as many rows. Balance is
+# not only about using all weights: it also decides the speed.
 #
-# Some implementations set a limit. With a **capacity factor** c, an expert takes at most c · N · k / E rows and drops the others,
-# which then only follow the residual connection. All shapes are known in advance. Without a limit, the mixture is **dropless**.
+# Some implementations set a limit. With a **capacity factor** c, an expert takes at most c · N · k / E rows and drops the
+# others, which then pass only through the residual connection. All shapes are known in advance. Without a limit, the mixture
+# is **dropless**.
 #
 # ## In the library
 #
-# `course/models/experts.py` is the model and `course/parallel/expert_parallel/experts.py` spreads it. Both use what you wrote:
+# `course/models/experts.py` is the model and `course/parallel/expert_parallel/experts.py` spreads its experts over ranks.
+# Both use what you wrote:
 
 # %%
 lab.show("course.models.experts.auxiliary_loss")
 lab.show("course.parallel.mappings.exchange_rows")
 
 # %% [markdown]
-# The balance loss there belongs to one *sample*, not to a batch. Sums over samples do not depend on how these are spread over
-# ranks and micro-batches, so every layout trains as one process does. `verify` compares all parameters, in float64:
+# The balance loss there belongs to one *sample*, not to a batch. Sums over samples do not depend on how samples are spread
+# over ranks and micro-batches, so every layout trains like one process. `verify` compares all parameters, in float64:
 
 # %%
 exact = config.load("gpt-moe-demo", [*verify.DEFAULTS, "model.depth=2", "parallel.dp=4",
@@ -440,8 +442,9 @@ assert verify.tell(exact, gaps)
 # %% [markdown]
 # ## What it costs on GPUs
 #
-# Take GPT 350M with 8 experts in every other block, of which a token takes 2. A dense model with MLPs 1.5 times as wide does the
-# same work for a token. On a GPU one kernel multiplies the rows of every expert by its weights, a **grouped matmul**.
+# Take GPT 350M with 8 experts in every other block, of which each token uses 2. A dense model with MLPs 1.5 times as wide
+# does the same work for a token. On a GPU one kernel multiplies the rows of every expert by its weights, a **grouped
+# matmul**.
 #
 # > **Predict.** On two H200s a step of the dense model takes {result: dense_ms | .0f} ms. How many does it take with experts,
 # > four on each GPU?
@@ -461,26 +464,26 @@ for case, ms in step_ms.items():
 # waits for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU waits for the host, block after block.
 #
 # `parallel.dispatch=gather` sends each token to *all* ranks instead. Each computes the rows of its own experts, and a
-# reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold the
-# step. The price is bytes, ep / k times those of the all-to-all, and memory for the choices of all ranks.
+# reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold
+# the step. The price is ep / k times the bytes of the all-to-all, and memory for the choices of all ranks.
 
 # %% [markdown]
 # ## Summary
 #
 # - A mixture of experts has many MLPs and sends each token through k of them: more weights for the same work.
 # - The router learns through the gates. The choice has no gradient.
-# - Without balancing the rich get richer and experts die. The balance loss is E Σ f P, 1 when balanced.
+# - Without balancing, favored experts get ever more tokens and the others die. The balance loss is E Σ f P, 1 when balanced.
 # - Expert parallelism spreads experts over data-parallel ranks. Dispatch and combine are all-to-alls and each other's backward
 #   pass.
 # - The busiest rank decides the time of a step, so balance is speed.
-# - An all-to-all whose sizes are known only during the step makes the host wait. Gathering all tokens avoids that, for more
-#   bytes.
+# - An all-to-all whose sizes are known only during the step makes the host wait. Gathering all tokens avoids the wait but
+#   sends more bytes.
 #
 # ## Questions
 #
-# 1. Why do gradients of experts need no all-reduce over the ranks that share them out, while those of the router do?
+# 1. Why do experts' gradients need no all-reduce over the ranks that divide the experts, while the router's do?
 # 2. With 64 small experts and k = 8 instead of 8 large ones and k = 1: what changes in parameters, work and bytes sent?
-# 3. Where would you put the ranks of expert parallelism, within a node or across nodes, and what does tensor parallelism say
-#    to that?
+# 3. Where would you put the ranks of expert parallelism, within a node or across nodes? How does tensor parallelism affect
+#    the choice?
 #
 # **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/21_experts_mine.ipynb`.

@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 22 · Capstone: train it
 #
-# Everything at once. You get a model that does not fit one rank, four ranks, a data set and sixty steps. You choose the
-# layout with the planner, write a piece that every layout needs, train, lose a run to a kill, go on, and read the result
-# in one process. At the end your settings are graded on a run of their own.
+# Everything at once. You get four ranks, a model that does not fit on one of them, a data set and sixty steps. You choose the
+# layout with the planner, write a piece that every layout needs, and train. You kill the run, resume it, and read the result
+# in one process. At the end, the check grades your settings on a separate run.
 #
 # **What you will learn**
 #
 # - how to go from a model and a machine to settings that fit and are fast;
-# - which copies and pieces of a gradient there are in a layout, and how to count each number once;
+# - which copies and pieces of a gradient a layout has, and how to count each number once;
 # - what a report of a training run should say: predicted and measured memory and time, and what the model learned.
 #
 # | | |
@@ -64,13 +64,13 @@ lab.begin("22")
 # | data | a small language of 12 numbers. Each is seven times the one before it, plus 1 or 2, modulo 12 |
 # | training | 60 steps of 16 sequences of 32 numbers, in float32 |
 # | machine | 4 ranks. Each may use 3.6 MB for tensors |
-# | goal | the model knows 96% of what can be known of the next number |
+# | goal | the model knows 96% of what can be known about the next number |
 #
-# The sizes are a laptop's: 3.6 MB for 0.2 million parameters stands for 80 GB and some billions. The questions are the
-# same: where do the bytes go, what does each axis cut, and what does it cost?
+# The sizes suit a laptop: 3.6 MB for 0.2 million parameters stands for 80 GB and several billion. The questions are the same:
+# where do the bytes go, what does each axis cut, and what does it cost?
 #
-# Of the twelve numbers, two may follow. A model that guesses has a loss of ln 12 = 2.48; one that knows the rule has
-# ln 2 = 0.69. *Skill* is how far it has come from the one to the other:
+# Two of the twelve numbers may come next. A model that guesses has a loss of ln 12 = 2.48; one that knows the rule has ln 2 =
+# 0.69. *Skill* is how far a model has come from the first to the second:
 
 # %%
 lab.show("course.lab.exercises.lesson22_train_it.skill")
@@ -79,8 +79,8 @@ print(f"skill of a loss of 1.5: {capstone.skill(1.5):.0%}")
 # %% [markdown]
 # ## Does it fit one rank?
 #
-# `predict` asks the planner of lesson 17 about some settings: the bytes on the fullest rank, and the time of a step on
-# ranks of a laptop.
+# `predict` asks lesson 17's planner about your settings: the bytes on the fullest rank, and the time of a step on ranks of a
+# laptop.
 #
 # > **Predict.** The model has 0.21 million parameters, trained by Adam in float32 (lesson 13). How many MB does one rank
 # > need, with the activations of 16 sequences?
@@ -94,11 +94,11 @@ lab.beside("MB on one rank", my_megabytes, alone.memory / 1e6, "MB", "the planne
 print(f"a rank may use {MEMORY / 1e6} MB")
 
 # %% [markdown]
-# Weights, gradients and Adam's two moments take 16 bytes a parameter, 3.4 MB. The rest are activations.
+# Weights, gradients and Adam's two moments take 16 bytes per parameter, 3.4 MB. Activations take the rest.
 #
 # Now the four ranks. The next cell asks the planner about every combination of dp, tp, pp, ZeRO stage and micro-batch.
 #
-# > **Predict.** Which kind will be the fastest of those that fit? And which one needs the least memory?
+# > **Predict.** Which kind will be the fastest of those that fit, and which will need the least memory?
 
 # %%
 my_fastest = "tp=4"              # your predictions
@@ -119,14 +119,16 @@ for title, key in (("fastest", lambda chosen: fits[chosen].seconds),
           f"{1e3 * fits[best].seconds:.0f} ms: {' '.join(best)}")
 
 # %% [markdown]
-# **What you should see:** plain data parallelism is fastest and does not fit. Two cheap cuts bring it below the line: ZeRO-1
-# shares Adam's moments, and smaller micro-batches need fewer activations at a time. Tensor parallelism needs the least memory,
-# and is slow here, because sockets carry its messages. Inside a node with NVLink the planner would tell you another order.
+# **What you should see:** plain data parallelism is fastest but does not fit. Two cheap changes bring it below the line:
+# ZeRO-1 shards Adam's moments, and smaller micro-batches need fewer activations at a time. Tensor parallelism needs the least
+# memory, and is slow here, because sockets carry its messages. Inside a node with NVLink, the planner would rank the layouts
+# differently.
 #
 # ## The piece that every layout needs
 #
-# Gradients are clipped by the norm of *all* gradients: one number, the same in every layout. But where are they? Each rank
-# knows of each of its parameters what it holds, its **placement**. You met boxes and shares in lesson 16. Look at the fields:
+# Gradients are clipped by the norm of *all* gradients: one number, the same in every layout. But where are they? For each of
+# its parameters, a rank knows what part it holds: the **placement**. You met boxes and shares in lesson 16. Look at the
+# fields:
 
 # %%
 lab.show("course.parallel.placement.Placement")
@@ -160,7 +162,7 @@ for layout in (("parallel.tp=2", "parallel.dp=2"), ("parallel.pp=4",)):
 # > **Question.** Ranks 2 and 3 of the first layout own nothing. May they skip the collective?
 #
 # <details><summary>Answer</summary>
-# No. All ranks of the group have to call it, or the others wait for ever. They bring a zero.
+# No. All ranks of the group have to call it, or the others wait forever. They contribute a zero.
 # </details>
 #
 # ## Exercise: the norm of all gradients
@@ -176,16 +178,16 @@ from course.training.optimizer import gradient_norm  # noqa: F401
 check("gradient-norm")
 
 # %% [markdown]
-# A wrong norm is a quiet bug. The run does not stop. It clips by another number than one process would, and its losses are
-# slightly different, in this layout and not in that one.
+# A wrong norm is a quiet bug. The run does not stop. It clips by a different number than one process would, so its losses
+# differ slightly, in some layouts only.
 #
 # ## Choose, and predict
 #
 # Choose settings for the run: any keys of `parallel` and `optim`, `train.micro_batch`, `train.recompute` and
-# `checkpoint.every`. What is here is a start, and not the best.
+# `checkpoint.every`. The settings below are a start, not the best.
 #
-# > **Predict.** Write down what you expect of it: memory of the fullest rank and time of a step (ask the planner), and the
-# > skill after 60 steps (guess).
+# > **Predict.** Write down what you expect: memory of the fullest rank and time of a step (ask the planner), and the skill
+# > after 60 steps (guess).
 
 # %%
 chosen = ["parallel.dp=4", "parallel.zero=1", "train.micro_batch=1",
@@ -200,7 +202,7 @@ print(f"{expected.memory / 1e6:.2f} MB, {1e3 * expected.seconds:.0f} ms a step")
 # The next cell starts the run as you would in a terminal: `torchrun` with four processes of `course train`. After step 30
 # it kills all of them with SIGKILL, which no program can handle. Then it enters the same command again.
 #
-# > **Predict.** From which step will the second start go on? How many steps will be done twice?
+# > **Predict.** From which step will the second start continue? How many steps will run twice?
 
 # %%
 my_start, my_twice = 1, 30       # your predictions
@@ -260,8 +262,8 @@ print("largest difference between losses of steps done twice:",
 # %% [markdown]
 # ## One process reads what four wrote
 #
-# The four ranks have gone. A checkpoint says of each piece which box of which tensor it is, so one process can read it
-# whole, or `course reshard` can rewrite it for another layout:
+# The four ranks are gone. A checkpoint says which box of which tensor each piece is. So one process can read the whole
+# checkpoint, or `course reshard` can rewrite it for another layout:
 
 # %%
 resharded = subprocess.run([sys.executable, "-m", "course.cli", "reshard", str(run),
@@ -288,7 +290,7 @@ print(f"{lawful:.0%} of {allowed.numel()} numbers follow the rule; a guess does 
 # %% [markdown]
 # ## The report
 #
-# A report says what was predicted and what came, with the machine. This is what you would hand in for a real run:
+# A report compares prediction and measurement, and names the machine. This is what you would hand in for a real run:
 
 # %%
 def memory_of(*words: str) -> float:
@@ -307,18 +309,18 @@ lab.beside("time of a step", 1e3 * expected.seconds, step_ms, "ms")
 lab.beside("skill", my_skill, learned)
 
 # %% [markdown]
-# **What you should see:** memory within a tenth of the prediction. Bytes can be counted, so a planner can be right about them.
-# Time depends on this machine, which the planner knows only by four numbers: `capstone.LAPTOP`. Two cores serve four ranks,
-# and on a busy machine a step takes twice as long. The *order* of the layouts is what you may trust.
+# **What you should see:** memory within a tenth of the prediction. Bytes can be counted, so a planner can be right about
+# them. Time depends on this machine, which the planner knows only through four numbers: `capstone.LAPTOP`. Two cores serve
+# four ranks, and on a busy machine a step takes twice as long. The *order* of the layouts is what you may trust.
 #
 # ## Open task: train it
 #
-# Write `settings`. The check runs them on four ranks with other weights and another text, kills the run at a step that you do
-# not know, goes on, and reads the last checkpoint in one process. It says what was predicted and what it measured.
+# Write `settings`. The check runs them on four ranks with other weights and another text. It kills the run at a step that you
+# do not know, resumes it, and reads the last checkpoint in one process. It says what was predicted and what it measured.
 #
 # | level | what the check looks at |
 # |---|---|
-# | correct | four ranks start with one process's loss; memory fits; the run goes on after the kill; one process reads it |
+# | correct | four ranks start with one process's loss; memory fits; the run resumes after the kill; one process reads it |
 # | fast | no layout that fits is 10% faster, by the planner's prediction |
 # | safe | no kill can cost more than 10 steps |
 # | learned | 96% skill after 60 steps |
@@ -334,23 +336,23 @@ check("train-it")
 # %% [markdown]
 # ## With GPUs
 #
-# The same way leads to a real model. Choose with `course plan gpt-1.3b --gpus 2 --hardware h200`, or name your own GPUs.
-# Start with the command that `--launch` prints. Compare memory, step time and loss with the prediction;
-# `docs/results.md` has ours.
+# The same steps lead to a real model. Choose a layout with `course plan gpt-1.3b --gpus 2 --hardware h200`, or name your own
+# GPUs. Start with the command that `--launch` prints. Compare memory, step time and loss with the prediction.
+# `docs/results.md` has our results.
 #
 # ## Summary
 #
 # - Memory decides what is possible, and messages decide what is fast. Ask the planner for both before you start.
-# - A number that several ranks hold has one owner. What is counted over all ranks is counted by owners.
-# - All ranks call a collective, also those that have nothing to say.
-# - A run is safe if a kill costs little, and if the steps done twice have the same losses.
-# - A report has the prediction beside the measurement, and says on which machine.
+# - A number that several ranks hold has one owner. A sum over all ranks counts each number at its owner.
+# - All ranks call a collective, even those with nothing to contribute.
+# - A run is safe if a kill costs little, and if steps that run twice have the same losses.
+# - A report puts the prediction beside the measurement, and names the machine.
 #
 # ## Questions
 #
-# 1. Your model grows to 10 billion parameters, on 8 GPUs of one node. Which of your settings stay, which change?
+# 1. Your model grows to 10 billion parameters, on 8 GPUs of one node. Which of your settings stay, and which change?
 # 2. The norm is right with tp=2 and wrong with tp=2, pp=2. Which mistake do you look for first?
-# 3. Why does the check compare the steps done twice, and not the final loss with that of an undisturbed run?
+# 3. Why does the check compare the steps that run twice, and not the final loss with that of an undisturbed run?
 #
 # **Check your work from outside.** Save the notebook; then, in a terminal:
 # `course check notebooks/22_train_it_mine.ipynb`. This was the last lesson. `docs/using.md` says how to train your own model with
