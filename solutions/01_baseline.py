@@ -655,8 +655,8 @@ lab.beside("climatology is better than the change's model after", my_days, cross
 skill = style.curves({name: (days, values) for name, values in errors.items()},
                      "days ahead", "RMSE of u10 (m/s)",
                      "Two models of 24 million parameters")
-lab.picture(skill, "Errors grow with lead time: the model that forecasts the change "
-            "stays below the one that forecasts the state; both end above climatology")
+lab.picture(skill, "Errors grow with lead time: for four days the model that forecasts "
+            "the change is better; both models end above climatology and persistence")
 
 # %% [markdown]
 # **What you should see:** after six hours the errors are {result: of_state | .2f} and {result: of_change | .2f} m/s, and
