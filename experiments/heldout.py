@@ -208,8 +208,8 @@ def main(of: str, file: Path) -> None:
     head = {**timing.machine(torch.device("cuda")), "command": f"python -m experiments.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
                        "plain_step: seconds of `host_overhead_table.plain_step`, measured by turns with them; predicted_ms, "
-                       "predicted_gb: "
-                       "by the code that measured"}
+                       "predicted_gb: by the code that measured; used_gb: what rank 0's GPU holds in all at the end, "
+                       "reserved_gb: what PyTorch holds of it"}
     rows = gpu_pool.Rows(file, head, [row["name"] for row in todo], "name")
     if file.exists():                                # an interrupted list goes on
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:

@@ -301,8 +301,10 @@ def least_memory_variants(asked: SearchRequest, start: Config) -> Iterator[Confi
         alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)
     sizes = micro_batch_sizes(asked, start)
     for chunks, others in product(some, alike.values()):
-        ways = [(sizes[0], again)] + [(micro, again[::-1]) for micro in {sizes[0], sizes[-1]} if others["parallel.zero"] == 3]
-        for micro, order in ways:
+        ways = [(sizes[0], tuple(again))]
+        if others["parallel.zero"] == 3:
+            ways += [(micro, tuple(again[::-1])) for micro in (sizes[0], sizes[-1])]
+        for micro, order in dict.fromkeys(ways):             # the same ones where a setting is fixed
             variants = (changed(start, {**chunks, **others, "train.micro_batch": micro, "train.recompute": how}) for how in order)
             config = next((one for one in variants if not refusal(one)), None)
             if config is not None:

@@ -23,14 +23,13 @@ OTHER_LINES = (f"{SAME_COLLECTIVES}. Here they are at different lines: one rank 
 OTHER_SHAPES = (f"{SAME_COLLECTIVES}, with tensors of the same shape. Here they are at the same line with different ones: pieces "
                 "of unequal length have to be padded, the dim that is cut has to be the one that is asked for, not a fixed one, "
                 "and tensors that are ready in another order on another rank have to be sent in one order")
+SPLITS = "`tensor_split(n)` makes n pieces, `split(n)` pieces of length n"
 OTHER_MESSAGES = ("what is sent and the tensor that receives it need the same shape and format. Here a rank cuts or counts its "
-                  "pieces in another way than its neighbor expects: `tensor_split(n)` makes n pieces, `split(n)` pieces of "
-                  "length n")
+                  f"pieces in another way than its neighbor expects: {SPLITS}")
 FREED_MEMORY = ("it reads or writes memory that is not there any more, such as a view of a tensor whose storage was freed: what "
                 "is needed longer has to be a `clone`")
 TOO_LONG_MESSAGE = ("gloo ends a rank to which more is sent than its tensor holds: what is sent and the tensor that receives it "
-                    "need the same shape. Print both shapes on each rank; `tensor_split(n)` makes n pieces, `split(n)` pieces of "
-                    "length n")
+                    f"need the same shape. Print both shapes on each rank; {SPLITS}")
 OTHER_FORMATS = (f"{SAME_COLLECTIVES}, with tensors of the same format. Here one rank brings another than the other: both have "
                  "to cast, or neither")
 BROUGHT_TENSOR = re.compile(r"of (\([\d, ]*\)) (\w+) in line")
