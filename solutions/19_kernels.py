@@ -998,7 +998,8 @@ lab.recorded("flash_attention_h200", flash_pictures.speeds(rows, "backward"),
 #
 # With heads of 128, the library's backward pass is slow: it reaches {result: min(library_backward(128)) | .0f} to
 # {result: max(library_backward(128)) | .0f} TFLOP/s, less than half of yours. Its tiles were chosen for narrower heads, such as
-# DiT's 72. Training uses it only for heads below 128, and PyTorch's attention from 128 on.
+# DiT's 72. Training uses it where it beats PyTorch's attention: for heads below 128 and samples of up to 512
+# tokens, 1024 if causal.
 #
 # ## What separates the rest
 #

@@ -165,9 +165,10 @@ def limits(section: str) -> list[tuple[str, float, float]]:
 def check_name(key: str, name: str) -> None:
     """Raise `CourseError` if a name is not the name of a single folder."""
     if not name:
-        raise CourseError(f"{key}= is no name of a folder, since it is empty: give one, such as {key}=first")
+        raise CourseError(f"{key} is empty, and it names a folder: give a name, such as {key}=first")
     if name in (".", "..") or "/" in name or "\\" in name:
-        raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
+        raise CourseError(f"{key}={name} cannot name a folder: leave out slashes, and use more than dots; "
+                          "log.dir says where runs are")
 
 
 MODULATION = ("embed.time.up", "embed.time.down", "blocks.0.ada", "head.ada")      # DiT linears with one row per sample
@@ -199,8 +200,8 @@ def check_fp8(config: "Config") -> None:
                           "parallel.context=all_to_all")
     cast = [name for name in MODULATION if not f.keeps(name)]
     if isinstance(m, DiTConfig) and p.cp > 1 and cast:
-        raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: of what a sample has "
-                          "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
+        raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: it acts once per sample, so each rank has a "
+                          "part of its gradient, and parts rounded to FP8 do not add up to the whole")
     if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias
                                                       or m.head_dim or m.qk_norm):
         raise CourseError("fp8.by=te supports only GPT-2's block: with model.norm=rms, mlp=swiglu, kv_heads, head_dim, "
@@ -216,13 +217,13 @@ def check_gpt(c: GPTConfig) -> None:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
     if c.vocab_used > c.vocab:
-        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
+        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which includes padding: make "
                           "model.vocab larger")
     if not c.rope_low < c.rope_high < math.inf:
-        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
-                          "than the former are fast, than the latter not slow")
+        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn more "
+                          "often than the first are fast, and those below the second are slow")
     if c.position == "rotary" and c.head_width % 2:
-        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.head_width} have an odd one: "
+        raise CourseError(f"model.position=rotary turns pairs of features, and heads of {c.head_width} have one left over: "
                           f"change {'model.head_dim' if c.head_dim else 'model.dim or model.heads'}")
     if c.experts and c.top_k > c.experts:
         raise CourseError(f"model.top_k={c.top_k} is more than model.experts={c.experts}: choose at most {c.experts}")

@@ -85,8 +85,8 @@ def settings(state: State, heads: int = 0, classes: int | None = None, label_dro
                           "files") from error
     heads = heads or HEADS.get(dim, 0)
     if not heads:
-        raise CourseError(f"a DiT of width {dim} is none of the published ones, and nothing in the file shows its heads: "
-                          "give their number as model.heads=6, say, or --like a preset of this width")
+        raise CourseError(f"no published DiT has width {dim}, and nothing in the file shows its heads: give their number, "
+                          "such as model.heads=6, or name a preset of this width with --like")
     classes, drop = labels(rows, classes, label_drop)
     return DiTConfig(latent=(channels, side, side), patch=patch, dim=dim, depth=depth, heads=heads,
                      mlp_ratio=ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf), classes=classes,
@@ -155,8 +155,8 @@ def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfi
         known.pop("label_drop", None)                # the table's rows show it
     c = settings(state, **(known | said | given))
     if c.objective not in ("epsilon", "flow") and "objective" not in given:
-        raise CourseError(f"this checkpoint says {c.objective} of itself, and this library's DiT learns the noise (epsilon, "
-                          "of the paper's schedule) or rectified flow's velocity (flow): give model.objective if it is one of "
+        raise CourseError(f"this checkpoint names the objective {c.objective}, and this library's DiT learns the noise (epsilon, "
+                          "by the paper's schedule) or rectified flow's velocity (flow): give model.objective if it is one of "
                           "these")
     return c
 

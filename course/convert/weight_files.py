@@ -149,8 +149,8 @@ def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
     originals = {name: there for there, name in plain.items()}
     if len(originals) < len(plain):
         twice = next(there for there, name in plain.items() if originals[name] != there)
-        raise CourseError(f"{path} has {twice} and {originals[plain[twice]]}, which are one name without what wrappers add: save "
-                          "the state_dict of one model only")
+        raise CourseError(f"{path} has {twice} and {originals[plain[twice]]}, which are the same name without wrappers' "
+                          "prefixes: save the state_dict of one model only")
     return originals
 
 

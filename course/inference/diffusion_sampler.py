@@ -78,8 +78,8 @@ def choose_sampler(s: SamplerSettings, c: DiTConfig) -> str:
     if not math.isfinite(guidance):
         raise CourseError(f"guidance={guidance} would make every sample NaN: use 1, which means none, to about 10")
     if guidance != 1 and not c.label_drop:
-        raise CourseError(f"guidance={guidance}: it leads away from what the model says where the class is hidden, which is "
-                          "not trained with model.label_drop=0: use 1, which is none")
+        raise CourseError(f"guidance={guidance} needs a model that was trained with hidden classes, and model.label_drop=0 hides "
+                          "none: use 1, which means no guidance")
     if not 0 <= s.channels <= c.latent[0]:
         raise CourseError(f"guidance of {s.channels} channels: the model has {c.latent[0]}; 0 means all")
     if s.eta and fits == "euler":

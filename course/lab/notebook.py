@@ -26,7 +26,7 @@ from course.utils.errors import CourseError
 from course.utils.machine import cores, in_notebook
 
 MISSING_HINT = "write the cell of the exercise, run it, then this one"
-BROKEN_HINT = "mend that line, run the cell, then this one"
+BROKEN_HINT = "fix that line, run the cell, then this one"
 IMPORTED_HINT = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
 _passed: set[str] = set()                            # exercises that passed since the kernel started
 _opened: dict[str, int] = {}                         # open task -> how many of its hints are open

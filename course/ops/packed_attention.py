@@ -26,6 +26,7 @@ from course.ops.custom_op import register_operator
 from course.ops.number_formats import LOW_PRECISION
 
 MOST = 2**28                                        # most scores of the plain version on a CPU: 1 GiB per copy, a few copies
+LONGEST = 512                                       # keys that a query sees on average, up to which the kernels are faster
 
 
 def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -108,9 +109,14 @@ def unpacked_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor
     return attend(q, k, v, causal).transpose(1, 2)                      # (B, T, h, d)
 
 
-def supports_head_dim(head_dim: int) -> bool:
-    """Whether the kernels support this head width: a multiple of 16 bytes; from 128 on PyTorch's are faster."""
-    return 16 <= head_dim < 128 and head_dim % 8 == 0
+def is_faster(head_dim: int, tokens: int, causal: bool) -> bool:
+    """Whether the kernels support this head width, and beat PyTorch's attention over so many tokens.
+
+    The kernels save a pass over each token's gradients. cuDNN needs less time for each score, so it wins where a query sees many
+    keys (`LONGEST`). But it pads a width of 72 or 80 to 128. Measured on an H200: results/packed_attention_h200.json.
+    """
+    supported = 16 <= head_dim < 128 and head_dim % 8 == 0              # a multiple of 16 bytes
+    return supported and (head_dim in (72, 80) or tokens <= LONGEST * (2 if causal else 1))
 
 
 def supports_precision(precision: str, device: torch.device) -> bool:

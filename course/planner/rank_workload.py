@@ -16,7 +16,7 @@ from course.config.validation import context_method
 from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
 from course.ops.number_formats import LOW_PRECISION
-from course.ops.packed_attention import supports_head_dim
+from course.ops.packed_attention import is_faster
 from course.planner import collectives
 from course.planner.collectives import Group
 from course.planner.hardware import Hardware
@@ -136,7 +136,7 @@ class RankWorkload:
         c, m = self.config, self.m
         own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads and not m.qk_norm)
         return (c.kernels == "triton" and c.attention == "default" and c.precision in LOW_PRECISION and own and c.parallel.cp == 1
-                and supports_head_dim(m.head_width))
+                and is_faster(m.head_width, self.length, isinstance(m, GPTConfig)))
 
     @property
     def bias(self) -> bool:

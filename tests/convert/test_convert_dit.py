@@ -122,7 +122,7 @@ def test_the_settings_are_those_of_the_shapes():
     xl = DiTConfig()
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes(xl, 8).items()}
     assert dit.settings(state | {"pos_embed": torch.empty(1, 256, 1152, device="meta")}) == xl
-    with pytest.raises(CourseError, match="width 24 is none of the published ones"):
+    with pytest.raises(CourseError, match="no published DiT has width 24"):
         dit.settings(state_of())
 
 

@@ -242,7 +242,7 @@ def saved(case, folder):
     ("llama", {"num_attention_heads": 0}, "num_attention_heads=0"), ("llama", {"hidden_size": "32"}, "hidden_size=32"),
     ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
     ("llama", {"head_dim": 16}, "of which no blocks.0.attn.qkv.weight can be made"), ("llama", {"head_dim": 0}, "head_dim=0"),
-    ("llama", {"head_dim": 7}, "heads of 7 have an odd one: change model.head_dim"),
+    ("llama", {"head_dim": 7}, "heads of 7 have one left over: change model.head_dim"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"), ("mixtral", {"num_experts_per_tok": 5}, "top_k=5"),

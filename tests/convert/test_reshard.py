@@ -303,9 +303,9 @@ def test_an_interleaved_layout_is_said_with_the_micro_batches_that_it_needs():
 @pytest.mark.parametrize("name", ["../../escaped", "a/b", "..", ".", ""])
 def test_a_name_is_one_folder_beside_the_others(serial, name):
     run, *_ = serial
-    with pytest.raises(CourseError, match=r"--name=.* is no name of a folder"):
+    with pytest.raises(CourseError, match=r"--name.* folder"):
         reshard.main(run, ["parallel.tp=2"], name, lambda text: None)
-    with pytest.raises(CourseError, match=r"log\.name=.* is no name of a folder"):
+    with pytest.raises(CourseError, match=r"log\.name.* folder"):
         config.load("gpt-demo", [f"log.name='{name}'"])
 
 

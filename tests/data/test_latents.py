@@ -409,10 +409,10 @@ def rename(folder, old, new):
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
-    (lambda folder: rename(folder, "0002", "cache"), r"0000, 0001, cache \.\.\., which are not all numbers.*move away"),
+    (lambda folder: rename(folder, "0002", "cache"), r"0000, 0001, cache \.\.\., which are neither all numbers.*move away"),
     (lambda folder: [rename(folder, f"000{i}", name) for i, name in ((0, "cat"), (1, "dog"))], "0002, cat, dog ..., which are"),
-    (lambda folder: rename(folder, "0002", "1"), "0000, 0001, 1 ..., which are not all numbers of classes, each once"),
-    (lambda folder: rename(folder, "0002", "20240131"), "20240131 ..., which are not all numbers of classes"),
+    (lambda folder: rename(folder, "0002", "1"), "0000, 0001, 1 ..., which are neither all numbers, each once"),
+    (lambda folder: rename(folder, "0002", "20240131"), "20240131 ..., which are neither all numbers"),
 ])
 def test_folders_that_cannot_be_classes_are_refused(folder, spoil, sentence):
     spoil(folder)

@@ -199,7 +199,7 @@ def test_a_broken_cell_of_the_notebook_is_named(monkeypatch, capsys):
         notebook.check("roofline")
     text = capsys.readouterr().out
     assert "the cell with `def roofline_seconds` is not valid Python: line 2, `return max" in text
-    assert "mend that line, run the cell, then this one" in text
+    assert "fix that line, run the cell, then this one" in text
 
 
 def test_only_exercises_of_lessons_that_are_there_are_offered(tmp_path):

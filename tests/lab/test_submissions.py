@@ -19,8 +19,8 @@ def read(**answers):
 
 
 @pytest.mark.parametrize(("source", "hidden", "hint"), [
-    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", False, "mend that line"),
-    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", True, "mend that line"),
+    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", False, "fix that line"),
+    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", True, "fix that line"),
     ("print('later')\n", False, "write the exercise's cell"),
     ("print('later')\n", True, "run the exercise's cell"),
 ])

@@ -5,8 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from course import config, models
-from course.ops.packed_attention import packed_attention, supports_precision
+from course.bench import results
+from course.ops.packed_attention import is_faster, packed_attention, supports_precision
 from course.parallel import build_mesh, join
+from course.planner import hardware
+from course.planner.rank_workload import workload_of
 from course.training import fuse_blocks
 from course.training.assemble import assemble
 
@@ -88,8 +91,8 @@ def is_packed(attn):
 
 def packed(preset, *settings):
     """Whether the attention of the first block is."""
-    block = fuse_blocks.fuse_blocks(models.build_model(config.load(preset, settings).model)).blocks["0"]
-    return is_packed(block.attn)
+    c = config.load(preset, settings).model
+    return is_packed(fuse_blocks.fuse_blocks(models.build_model(c), tokens=c.tokens).blocks["0"].attn)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -102,6 +105,22 @@ def test_all_models_have_it(kind):
 def test_attention_of_another_kind_stays_as_it_is(setting):
     """Turned or normed queries, shared keys, heads of 128, for which PyTorch's is faster, and of 12, which no kernel takes."""
     assert not packed(*SMALL["gpt"], setting)
+
+
+@pytest.mark.parametrize(("preset", "settings", "wanted"), [
+    ("vit-short", (), False), ("gpt-124m", (), True), ("gpt-124m", ("model.context=2048",), False), ("dit-xl", (), True),
+    ("dit-xl", ("model.latent=[4,64,64]",), True), ("dit-b2", (), True), ("dit-b2", ("model.latent=[4,64,64]",), False)])
+def test_long_samples_keep_pytorchs_attention_unless_it_pads_their_heads(preset, settings, wanted):
+    c = config.load(preset, (*settings, "kernels=triton", "precision=bf16"))
+    assert packed(preset, "model.depth=1", *settings) == wanted
+    assert workload_of(c, hardware.load("h200"), 1).packed == wanted                   # the planner expects the same
+
+
+def test_the_faster_attention_is_the_one_that_was_measured_as_faster():
+    for row in results.load("packed_attention_h200")["rows"]:
+        share = row["packed_ms"] / (row["pytorch_ms"] + row["packing_ms"])
+        if abs(share - 1) > 0.02:
+            assert is_faster(row["head_dim"], row["tokens"], row["causal"]) == (share < 1), row
 
 
 def test_a_bias_of_attention_that_stays_keeps_its_gradient():

@@ -363,12 +363,16 @@ def test_selective_recomputation_keeps_what_linears_by_symmetric_memory_put_out(
 
 
 def test_a_gpu_of_the_planned_size_is_large_enough_and_hardly_too_large():
-    """For what runs on H200s needed: by bisection on one GPU, and as two GPUs held it with NCCL's buffers in it."""
-    listed = {name: {row["name"]: row for row in heldout.listed(name)} for name in ("heldout_4", "heldout_5")}
-    needs = [(listed["heldout_4"][row["name"]], row["least_gb"] + row["others_gb"])
-             for row in results.load("least_memory_h200")["rows"]]
+    """For what runs on H200s needed: by bisection on one GPU, and as two GPUs held it with NCCL's buffers in it.
+
+    The margin was fitted to lists 4 and 5. List 3 was measured afterwards.
+    """
+    listed = {name: {row["name"]: row for row in heldout.listed(name)} for name in ("heldout_3", "heldout_4", "heldout_5")}
+    needs = [(listed[of][row["name"]], row["least_gb"] + row["others_gb"])
+             for of, file in (("heldout_4", "least_memory_h200"), ("heldout_3", "least_memory_heldout_3_h200"))
+             for row in results.load(file)["rows"]]
     needs += [(listed["heldout_5"][row["name"]], row["used_gb"])
               for row in results.load("heldout_5_h200")["rows"] if "used_gb" in row]
     planned = [memory.predict(load(row["preset"], row["settings"])).total / 1e9 / need for row, need in needs]
     print([f"{one:.3f}" for one in planned])
-    assert len(planned) == 12 and min(planned) > 1.0 and max(planned) < 1.12
+    assert len(planned) == 17 and min(planned) > 1.0 and max(planned) < 1.12

@@ -126,8 +126,8 @@ def check_classes(folder: Path, classes: list[Path]) -> None:
     numbers = {int(path.name) for path in classes if path.name.isdecimal()}
     if numbers and (len(numbers) < len(classes) or max(numbers) > MOST_CLASSES):
         some = ", ".join(path.name for path in classes[:8])
-        raise CourseError(f"{folder} has the folders {some} ..., which are not all numbers of classes, each once: move away what "
-                          f"is no class, or call all by names; {LOOKS}")
+        raise CourseError(f"{folder} has the folders {some} ..., which are neither all numbers, each once, nor all names: move "
+                          f"away what is no class; {LOOKS}")
     if len(classes) == 1 and re.search("feature|latent|moment|label", classes[0].name, re.IGNORECASE):
         raise CourseError(f"{classes[0]} alone does not say which class each file is of: {LOOKS}")
 

@@ -90,7 +90,7 @@ def convert(config: Era5, say: Callable[[str], None] = print) -> None:
     """
     splits = parse_splits(config)
     if config.chunk < 1:
-        raise CourseError(f"chunk={config.chunk} times in memory at once cannot be: set chunk=1 or more")
+        raise CourseError(f"chunk={config.chunk} is the number of times in memory at once: set chunk=1 or more")
     with ExitStack() as stack:
         files = {name: stack.enter_context(data) for name, data in open_source(config.source).items()}
         # keep one file open at a time: each caches up to 33 MB per variable
@@ -362,8 +362,8 @@ def read_block(pieces: list[Piece], times: np.ndarray, shape: tuple[int, ...]) -
         if any(piece.stem == "q" for piece in pieces):
             humidity[:] = relative_humidity(humidity, block[:, INDEX[f"t{level}"]], level)
         if not np.isnan(mean := humidity.mean()) and not 1.5 < mean < 150:
-            raise CourseError(f"r{level} has a mean of {mean:g} % at {times[0]} UTC: mend the units of the "
-                              "source, q in kg/kg, r in '%' or '1' with its attribute `units` saying so")
+            raise CourseError(f"r{level} has a mean of {mean:g} % at {times[0]} UTC: correct the units of the "
+                              "source: q in kg/kg, r in '%' or '1' as its attribute `units` says")
     again = "download that time again, or leave its year out of train, valid and test"
     for time, channel in np.argwhere(np.isnan(block).any((2, 3))):
         raise CourseError(f"{list(CHANNELS)[channel]} at {times[time]} UTC has missing values (NaN): {again}")

@@ -180,7 +180,7 @@ def unreadable_verdict(exercise: Exercise, problem: str, hint: str, seed: int = 
 def unchecked_verdict(exercise: Exercise, why: str, seed: int, hidden: bool) -> Verdict:
     """The verdict when this machine failed: no mark; the next run tries again."""
     fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
-    hint = "nothing for you to do: whoever grades runs it again" if hidden else f"mend that, and {TRY_AGAIN}"
+    hint = "nothing for you to do: whoever grades runs it again" if hidden else f"fix that, and {TRY_AGAIN}"
     return Verdict(exercise.name, (fact,), hint, seed=seed, version=exercise.version, unchecked=True)
 
 

@@ -32,9 +32,9 @@ MAX_DEPTH = 20                                       # levels of folders below a
 MAX_ENTRIES = 10_000                                 # files and folders per learner
 MAX_NOTEBOOKS = 1000                                 # per learner
 # hints for an answer that cannot run, when checking a file and when grading; the key says whether a cell is broken
-CHECK_HINTS = {True: "mend that line, run the cell again, save, and check again",
+CHECK_HINTS = {True: "fix that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
-GRADE_HINTS = {True: "mend that line, run the cell again, save the notebook, and hand it in again",
+GRADE_HINTS = {True: "fix that line, run the cell again, save the notebook, and hand it in again",
           False: "run the exercise's cell, save the notebook, and hand it in again"}
 TRY_AGAIN = {False: "save the notebook, and check again",
              True: "save the notebook, and hand it in again"}        # the key says whether it is graded
