@@ -30,6 +30,8 @@ MISTAKES = {
                 "    attended = scores.masked_fill(~both, -torch.inf).softmax(-1) @ v\n", EMPTY, by=("dx",)),
         Mistake("every gate is open", "more.where(open_gate, 0.0)", "more",
                 "only tokens with an open gate go through the MLP: for the others nothing is added"),
+        Mistake("the gate looks at the token before its norm", '(n * weights["gate"])', '(x * weights["gate"])',
+                "the gate looks at the normed token, `n`, which also goes into the MLP: before the norm its sign may differ"),
         Mistake("the MLP replaces the token", END, "    y = more.where(open_gate, x).where(real, 0.0)\n",
                 "where a gate is open, the MLP's output is added to the token: it does not replace it"),
         Mistake("one step less", "+ step + 1)", "+ step)",

@@ -245,6 +245,11 @@ MISTAKES = {
                 "the backward pass stops until the all-reduce is over: do not wait here, finish_mean does"),
         Mistake("the world's sum", "group=axis.group, ", "",
                 "without a group, all processes are summed, those along other axes too: pass group=axis.group"),
+        Mistake("gathered, not added",
+                "bucket.work = dist.all_reduce(bucket.flat, mean_op(bucket.flat), group=axis.group, async_op=True)",
+                "parts = [bucket.flat.new_empty(bucket.flat.shape) for _ in range(axis.size)]\n"
+                "    bucket.work = dist.all_gather(parts, bucket.flat, group=axis.group, async_op=True)",
+                "an all-gather brings the other ranks' gradients here and adds nothing up: all-reduce `bucket.flat`"),
         Mistake("not at the same time",
                 "bucket.work = dist.all_reduce(bucket.flat, mean_op(bucket.flat), group=axis.group, async_op=True)",
                 "dist.all_reduce(bucket.flat, mean_op(bucket.flat), group=axis.group)\n"

@@ -110,7 +110,9 @@ MISTAKES = {
         Mistake("requeued at once", TRAP, """trap 'kill -USR1 "$ranks"; scontrol requeue "$SLURM_JOB_ID"' USR1\n""",
                 "the trap requeues the job while its ranks still save, and Slurm then stops them: wait for them first, then "
                 "requeue if their status is 75"),
-        Mistake("never requeued", REQUEUE, "", "nothing requeues the job when its ranks ended with 75: call scontrol requeue"),
+        Mistake("never requeued", REQUEUE, "",
+                "nothing requeues the job when its ranks ended with 75: call scontrol requeue, and not in the background (`&`), "
+                "where it ends with the script"),
         Mistake("requeued whatever happens", 'if [ "$status" = 75 ]; then', 'if [ "$status" != 0 ]; then',
                 "a run that fails because of a mistake fails again each time: requeue only if the status is 75, which means "
                 "that it was stopped and has saved"),

@@ -118,6 +118,10 @@ MISTAKES = {
                 "to it, which is then counted twice. Set `.grad` to None"),
         Mistake("the last micro-batch alone", ADD, "    unit.share.grad = mean\n",
                 "the gradients of earlier micro-batches are lost: add to `share.grad` if it is there"),
+        Mistake("a running mean", ADD,
+                "    unit.share.grad = mean if unit.share.grad is None else (unit.share.grad + mean) / 2\n",
+                "`share.grad` adds up the micro-batches, as autograd does with `.grad`: a mean of the two makes the later one "
+                "count more"),
         Mistake("its own gradient alone", SCATTER, "    mean = unit.part(flat).clone() * unit.axis.size\n",
                 "each rank uses its own gradient: the part of the *sum* over the ranks comes from a reduce-scatter"),
         Mistake("an all-reduce", SCATTER,
