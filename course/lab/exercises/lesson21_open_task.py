@@ -227,7 +227,7 @@ EXERCISES = [
         levels={"balanced": "balanced", "few": "few transfers"}, cases=asked, weigh=weigh, explain=explain,
         unknown="take the case that is named, and print `rank_tokens` of your placement beside the mean. What lies on the "
                 "busiest rank: a hot expert with too few copies, or several experts that each have room elsewhere? Which "
-                "exchange with another rank lowers it most?",
+                "exchange with another rank lowers it most? If too many experts move, begin with `before`",
         ladder=("Decide the copies first: give each spare slot to the expert with the most tokens for each copy. Then place all "
                 "copies, the largest share first, each on the rank with the fewest tokens so far that has a free slot and does "
                 "not hold this expert. Those without tokens come last, and need a slot too.",

@@ -1677,7 +1677,7 @@ SCORED = [
     ("place-ranks", DESCENT, ("correct", "best placement"), "take the same time"),
     ("place-ranks", ONE_OF_EACH, ("correct", "best placement", "200 measurements"), "no slower path along any axis"),
     ("place-ranks", BEST_BY_PAIRS, ("correct", "best placement", "200 measurements", "15 measurements"), ""),
-    ("place-experts", GREEDY, ("correct",), "begin with `before`"),
+    ("place-experts", GREEDY, ("correct",), "placement"),
     ("place-experts", EXCHANGED, ("correct", "balanced"), "begin with `before`"),
     ("place-experts", FROM_BEFORE, ("correct", "few transfers"), "busiest rank"),
     ("place-experts", FROM_BEFORE_FAR, ("correct", "balanced", "few transfers"), ""),
