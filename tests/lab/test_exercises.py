@@ -233,6 +233,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "gradient-norm": "sent",
     "train-it": "memory again one time lost skill",
     "step-events": "ahead most gathers late reduces left",
+    "order-step": "left limit near order there",
     "write-text": "grows kept prompt sent small",
     "vocabulary-embedding": "kept sent",
     "vocabulary-loss": "numbers kept",

@@ -1635,6 +1635,86 @@ def place_experts(tokens, slots, before):
     return [order[rank::len(before)] for rank in range(len(before))]
 '''
 
+GATHERED_TWICE = '''
+def order_step(units, limit, bandwidth):
+    """One unit after another, and the last one once."""
+    order, last = [], len(units) - 1
+    for unit in range(last + 1):
+        order += [("gather", unit), ("forward", unit), ("free", unit)][:3 if unit < last else 2]
+    for unit in reversed(range(last + 1)):
+        order += [("gather", unit)][unit == last:] + [("backward", unit), ("free", unit), ("reduce", unit)]
+    return order
+'''
+
+KEPT_BY_TABLE = '''
+def order_step(units, limit, bandwidth):
+    """The units that stay, from a table: for each number of bytes that fits, a set; no gather ahead."""
+    last = len(units) - 1
+    sets = {0: []}
+    for unit in range(last):
+        fitting = {size: kept for size, kept in sets.items() if size + 2 * units[unit].bytes <= limit}
+        sets = fitting | {size + units[unit].bytes: [*kept, unit] for size, kept in fitting.items()}
+    sets = {size: kept for size, kept in sets.items() if size + 2 * units[last].bytes <= limit}
+    kept = {*sets[max(sets)], last}
+    order = []
+    for unit in range(last + 1):
+        order += [("gather", unit), ("forward", unit)]
+        if unit not in kept:
+            order.append(("free", unit))
+    for unit in range(last, -1, -1):
+        if unit not in kept:
+            order.append(("gather", unit))
+        order += [("backward", unit), ("free", unit), ("reduce", unit)]
+    return order
+'''
+
+HOISTED = KEPT_BY_TABLE.replace("def order_step", "def slow").replace("; no gather ahead", "") + '''
+
+from course.lab.instruments.simulated_sharding import simulate
+
+def order_step(units, limit, bandwidth):
+    """Moves one event after another to an earlier place, whichever helps most, as long as one helps."""
+    order = slow(units, limit, bandwidth)
+    best = ()
+    while True:
+        tried = []
+        for i, event in enumerate(order):
+            if event[0] == "gather":
+                for j in range(i):
+                    moved = order[:j] + [event] + order[j:i] + order[i + 1:]
+                    step = simulate(units, limit, bandwidth, moved)
+                    if not step.wrong:
+                        tried.append((step.seconds, sum(begin for _, _, begin, _ in step.computing), moved))
+        if best and min(tried)[:2] >= best:
+            return order
+        *now, order = min(tried)
+        best = tuple(now)
+'''
+
+NO_GRADIENTS = KEPT_BY_TABLE.replace("2 * units", "units")
+
+ALL_AT_ONCE = '''
+def order_step(units, limit, bandwidth):
+    """All gathers first."""
+    every = range(len(units))
+    return [*(("gather", unit) for unit in every), *(("forward", unit) for unit in every),
+            *((kind, unit) for unit in reversed(every) for kind in ("backward", "free", "reduce"))]
+'''
+
+ALWAYS_TWO = '''
+from course.lab.exercises.lesson20_fully_sharded import step_events
+
+def order_step(units, limit, bandwidth):
+    """The order of the lesson's exercise, whatever fits."""
+    return step_events(len(units))
+'''
+
+NO_UNITS = '''
+def order_step(units, limit, bandwidth):
+    """Names of events alone."""
+    return ["gather", "forward", "backward", "free", "reduce"]
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -1677,6 +1757,9 @@ SCORED = [
     ("place-ranks", DESCENT, ("correct", "best placement"), "take the same time"),
     ("place-ranks", ONE_OF_EACH, ("correct", "best placement", "200 measurements"), "no slower path along any axis"),
     ("place-ranks", BEST_BY_PAIRS, ("correct", "best placement", "200 measurements", "15 measurements"), ""),
+    ("order-step", GATHERED_TWICE, ("correct",), "than the last one to stay"),
+    ("order-step", KEPT_BY_TABLE, ("correct", "fewest bytes"), "while an earlier pass computes"),
+    ("order-step", HOISTED, ("correct", "fewest bytes", "overlapped"), ""),
     ("place-experts", GREEDY, ("correct",), "placement"),
     ("place-experts", EXCHANGED, ("correct", "balanced"), "begin with `before`"),
     ("place-experts", FROM_BEFORE, ("correct", "few transfers"), "busiest rank"),
@@ -1695,6 +1778,10 @@ WRONG = [
     ("graph-trainer", NESTEROV, ""),
     ("graph-trainer", HALF_PRECISION, ""),
     ("place-ranks", ISLANDS, "take the case that is named"),
+    ("order-step", NO_GRADIENTS, "twice"),
+    ("order-step", ALL_AT_ONCE, "beside all units that are whole"),
+    ("order-step", ALWAYS_TWO, "beside all units that are whole"),
+    ("order-step", NO_UNITS, 'a pair such as ("gather", 2)'),
     ("place-experts", COLD_FORGOTTEN, "keep one copy of"),
     ("place-experts", OVERFULL, "a slot is memory for one expert"),
     ("place-experts", SAME_RANK, "meet again there"),
