@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 2 minutes on two cores |
-# | you write | a unit that is gathered and freed (5 lines), the reduce-scatter of its gradients (8), the order of a step (12) |
+# | you write | a unit (5 lines), the reduce-scatter of its gradients (8), a step's order (12); optional: a better one (45) |
 # | you measure | bytes sent, peak memory of weights, a timeline of gathers beside computation |
 #
 # You should have done [lesson 07](07_data_parallel.ipynb) (collectives, overlap), [lesson 10](10_tensor_parallel.ipynb)
@@ -537,6 +537,66 @@ exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]",
                                  "train.micro_batch=1", "train.device=cpu"])
 gaps, *_ = ranks(4)(lambda: verify.compare(exact))
 assert verify.tell(exact, gaps)
+
+# %% [markdown]
+# ## Open task: the order of a step
+#
+# *Optional, about 60 minutes. Nothing later needs it.* Your `step_events` treats all units alike, and gathers nearly all of
+# them twice. Real units differ: an embedding is large and computes little. With memory to spare, some units can stay whole, and
+# a gather can begin earlier. With less memory, even two whole units are too many. Our solution has about 45 lines.
+#
+# The step runs on simulated clocks, with one link for gathers and reduces. A unit's whole gradients also need memory, from its
+# backward pass until its reduce ends. `simulate` says what a list of events gives:
+
+# %%
+from course.lab.instruments.simulated_sharding import Unit, simulate
+
+lab.show("course.lab.instruments.simulated_sharding.simulate")
+units = [Unit(90_000_000, 0.004), *[Unit(40_000_000, 0.008)] * 4,
+         Unit(60_000_000, 0.006)]
+LIMIT, BANDWIDTH = 300_000_000, 5e9
+usual = simulate(units, LIMIT, BANDWIDTH, step_events(len(units)))
+lab.picture(fully_sharded.simulated(usual, LIMIT, "Your order of the exercise"),
+            "Two panels over time. Above: gathers and reduces on the link, forward and "
+            "backward passes on the rank, with gaps between passes. Below: the bytes "
+            "of whole weights and gradients, under a dashed limit.")
+print(f"{usual.seconds * 1e3:.0f} ms, {usual.gathered / 1e6:.0f} MB gathered")
+
+# %% [markdown]
+# > **Question.** Where does the rank wait for the link? Which units could stay whole until their backward passes?
+#
+# <details><summary>Answer</summary>
+# It waits where a pass is over before the next gather, or before the reduce that the link sends first. During a backward pass
+# memory holds the unit twice, and all earlier units that stayed. Beside the last unit twice, 120 MB, there is room for the
+# embedding and two of the blocks.
+# </details>
+#
+# **Contract**
+#
+# - `order_step(units, limit, bandwidth)` returns the events of a step, as in the exercise.
+# - `units[u].bytes` and `units[u].forward` are its weights and the seconds of its forward pass. A backward pass takes twice as
+#   many seconds, and makes as many bytes of gradients.
+# - `limit` is what whole weights and gradients may take at any time. `bandwidth` is in bytes/s.
+# - The passes keep their order. Each unit is whole during both of its passes. At the end all units are freed and all gradients
+#   reduced.
+# - `simulate` is free to call.
+#
+# **Levels.** The check has five cases or more, of 5 to 9 units. In some of them two neighbors do not fit while one computes. Each
+# level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | nothing is wrong in `simulate` |
+# | fewest bytes | no order gathers fewer bytes within the limit |
+# | overlapped | the step takes at most 10% longer than a lower bound, from the computing and from the fewest bytes |
+#
+# Start with correct. `lab.hint("order-step")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="order-step"
+from course.lab.exercises.lesson20_open_task import order_step  # noqa: F401
+
+# %%
+check("order-step")
 
 # %% [markdown]
 # ## Summary

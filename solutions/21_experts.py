@@ -25,7 +25,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 75 minutes |
 # | computing | 2 minutes on two cores |
-# | you write | a router (4 lines), a balance loss (4), an exchange of rows (6), rows through experts on other ranks (10) |
+# | you write | a router (4 lines), a balance loss (4), exchanged rows (6), rows through experts (10); optional: placement (45) |
 # | you measure | loads of experts over training, loss beside a dense model, bytes sent |
 #
 # You should have done [lesson 07](07_data_parallel.ipynb) (collectives) and [lesson 11](11_context_parallel.ipynb) (all-to-all).
@@ -466,6 +466,71 @@ for case, ms in step_ms.items():
 # `parallel.dispatch=gather` sends each token to *all* ranks instead. Each computes the rows of its own experts, and a
 # reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold
 # the step. The price is ep / k times the bytes of the all-to-all, and memory for the choices of all ranks.
+
+# %% [markdown]
+# ## Open task: place the experts
+#
+# *Optional, about 50 minutes. Nothing later needs it.* A balance loss works slowly, and it interferes. A model that serves users
+# has no loss at all. There is another way: count the tokens of each expert, and from time to time move experts between ranks.
+# DeepSeek-V3 does so about every 10 minutes when it serves ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 3.4).
+# Our solution has about 45 lines.
+#
+# Each rank has a few **slots**, each with memory for one expert's weights. If there are more slots than experts, a hot expert
+# can have **copies** on several ranks, which share its tokens equally. Moving an expert to a rank that did not hold it
+# costs a **transfer** of its weights.
+#
+# > **Predict.** Take your model with two favored experts, and give each of the four ranks three slots. How many transfers do you
+# > need until all ranks have about as many tokens?
+
+# %%
+my_transfers = 6                 # your prediction
+
+# %%
+from course.lab.instruments.expert_placement import rank_tokens, transfers
+
+lab.show("course.lab.instruments.expert_placement.rank_tokens")
+lab.show("course.lab.instruments.expert_placement.transfers")
+tokens = torch.bincount(choices_of(broken_model).flatten(), minlength=8).tolist()
+before = [[0, 1], [2, 3], [4, 5], [6, 7]]
+after = [[0], [2, 3, 1], [4, 5, 0], [6, 7, 1]]
+print("tokens of the experts", tokens)
+print("of the ranks before  ", rank_tokens(tokens, before))
+print("and after            ", rank_tokens(tokens, after))
+lab.beside("\ntransfers", my_transfers, transfers(before, after), how="counted")
+lab.picture(
+    pictures.placements(tokens, {"before": before, "after": after},
+                        "Tokens of each rank, and the experts that it holds"),
+    "Two panels with a bar for each of four ranks, made of the shares of its experts. "
+    "Before, rank 0 has nearly all tokens, those of experts 0 and 1. After, each of "
+    "these two has a copy on two ranks, and all bars reach the mean.")
+
+# %% [markdown]
+# Two hot experts are easy. With dozens of experts, each with another number of tokens, you need a program.
+#
+# **Contract**
+#
+# - `place_experts(tokens, slots, before)` returns a list for each rank: the experts that it holds, in any order.
+# - `tokens[e]` counts the tokens that expert e got lately. Some got none.
+# - `slots` is the number of experts that a rank can hold. A slot may stay free.
+# - `before` lists the experts that each rank holds now. This placement is valid, and most experts can stay.
+# - Each expert is on at least one rank, also one without tokens. Its copies are on different ranks.
+#
+# **Levels.** The check has six cases or more, with 3 to 16 ranks. The best placement is known: each rank has exactly the mean.
+# Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | a valid placement; the busiest rank has at most 25% more tokens than in the best placement |
+# | balanced | it has at most 5% more |
+# | few transfers | transfers to at most a third of all slots, and the busiest rank has at most 10% more |
+#
+# Start with correct. `lab.hint("place-experts")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="place-experts"
+from course.lab.exercises.lesson21_open_task import place_experts  # noqa: F401
+
+# %%
+check("place-experts")
 
 # %% [markdown]
 # ## Summary

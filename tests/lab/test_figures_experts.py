@@ -37,6 +37,14 @@ def test_each_token_has_the_color_of_its_expert():
     assert colors[0] == colors[2] != colors[1]
 
 
+def test_each_rank_has_a_bar_of_its_experts_shares():
+    figure = experts.placements([80, 20, 0], {"before": [[0], [1, 2]], "after": [[0], [1, 2, 0]]}, "placements")
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert heights == [[80, 20, 0], [40, 20, 0, 40]]
+    assert [axis.get_title()[-4:] for axis in figure.axes] == ["1.60", "1.20"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["0", "1", "0"]
+
+
 def test_the_mixture_is_the_gated_sum_of_its_experts():
     from course.lab.instruments import tiny_experts
 

@@ -2,9 +2,10 @@
 
 import csv
 import errno
+import random
 import signal
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from xml.etree import ElementTree
 
 import pytest
@@ -24,10 +25,12 @@ from course.lab.exercises import (
     lesson14_open_task,
     lesson15_open_task,
     lesson16_open_task,
+    lesson20_open_task,
+    lesson21_open_task,
 )
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import faulty_training, foreign_model, gpu_paths, unkind_machine
+from course.lab.instruments import expert_placement, faulty_training, foreign_model, gpu_paths, simulated_sharding, unkind_machine
 from course.models import build_model, layers
 from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
@@ -128,6 +131,36 @@ def test_no_placement_is_faster_than_the_librarys():
         changed = [replace(axis, bytes=each) for axis, each in zip(axes, sent, strict=True)]
         least = min(gpu_paths.step_seconds(changed, one, speeds) for one in slowest)
         assert lesson09_open_task.least_seconds((tuple(changed), tuple(map(tuple, paths)), tuple(speeds))) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("kind", lesson21_open_task.HIDDEN)
+def test_each_case_of_experts_has_a_placement_without_a_busiest_rank(kind):
+    """The best one has the mean on each rank, so that no other is better; the one before is valid, and few transfers away."""
+    for seed in range(20):
+        dice = random.Random(seed)
+        if found := lesson21_open_task.draw_best(dice, kind, 9000):
+            tokens, best = found
+            before = lesson21_open_task.disturb(dice, kind, tokens, best)
+            assert expert_placement.rank_tokens(tokens, best) == pytest.approx([9000] * kind[0])
+            assert expert_placement.transfers(before, best) <= kind[0] * kind[1] // lesson21_open_task.MOVED
+            for placement in (best, before):
+                assert {expert for row in placement for expert in row} == set(range(len(tokens)))
+                assert all(len(set(row)) == len(row) <= kind[1] for row in placement)
+
+
+def test_the_fewest_bytes_of_a_step_are_those_of_all_sets_that_stay():
+    """Every set of units that stays whole, played through without a gather ahead; none is faster than the bound."""
+    for units, limit, bandwidth in lesson20_open_task.unpacked(lesson20_open_task.draw(3, False)):
+        ups, steps = range(len(units)), []
+        for kept in (set(some) for size in range(len(units) + 1) for some in combinations(ups, size)):
+            events = [event for u in ups for event in (("gather", u), ("forward", u), ("free", u))[:2 if u in kept else 3]]
+            for u in reversed(ups):
+                events += [("gather", u), ("backward", u), ("free", u), ("reduce", u)][u in kept:]
+            steps.append(simulated_sharding.simulate(units, limit, bandwidth, events))
+        fitting = [step for step in steps if not step.wrong]
+        assert min(step.gathered for step in fitting) == lesson20_open_task.least_gathered(units, limit)
+        assert min(step.seconds for step in fitting) > lesson20_open_task.least_seconds(units, limit, bandwidth)
+        assert {step.wrong for step in steps} <= {"", "limit"}
 
 
 def test_neighbors_are_those_of_the_mesh():

@@ -1,4 +1,5 @@
-"""Figures of fully sharded data parallelism, from a step that `instruments/fully_sharded_timeline.py` recorded."""
+"""Figures of fully sharded data parallelism, from a step that was recorded (`instruments/fully_sharded_timeline.py`) or simulated
+(`instruments/simulated_sharding.py`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from matplotlib.patches import Patch
 
 from course.lab.figures.style import label, name_rows
 from course.lab.instruments.fully_sharded_timeline import ShardedTimeline, Span
+from course.lab.instruments.simulated_sharding import Step
 from course.utils.colors import COLLECTIVES, GRAY, MEMORY, STEP
 
 
@@ -33,6 +35,28 @@ def timeline(recorded: ShardedTimeline, all_bytes: int, title: str = "") -> Figu
     label(axes[1], x="ms since the step began", y="MB of weights", grid="major")
     figure.legend(handles=[Patch(color=STEP[name], label=name) for name in ("forward", "backward")],
                   loc="outside lower center", ncol=2, frameon=False, fontsize=9)
+    return figure
+
+
+def simulated(step: Step, limit: int, title: str = "") -> Figure:
+    """A step on simulated clocks: what the rank computes and the link sends; below, the bytes of whole weights and gradients."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    kinds = {"gather": COLLECTIVES["all-gather"], "reduce": COLLECTIVES["reduce-scatter"],
+             "forward": STEP["forward"], "backward": STEP["backward"]}
+    for row, spans in enumerate((step.sending, step.computing)):
+        for kind, color in kinds.items():
+            draw_spans(axes[0], row, [(unit, begin, end) for what, unit, begin, end in spans if what == kind], color)
+    name_rows(axes[0], ["link", "compute"])
+    label(axes[0], title=title)
+    times, used = zip((0.0, 0), *sorted(step.memory, key=lambda change: change[0]), strict=True)
+    axes[1].step([1e3 * time for time in times], [size / 1e6 for size in used], where="post", color=MEMORY["weights"])
+    axes[1].axhline(limit / 1e6, color=GRAY, linestyle="--")
+    axes[1].text(0, limit / 1e6, " limit", color=GRAY, fontsize=8, va="bottom")
+    axes[1].set_ylim(0, 1.2 * limit / 1e6)
+    label(axes[1], x="ms since the step began", y="MB whole", grid="major")
+    figure.legend(handles=[Patch(color=color, label=name) for name, color in kinds.items()], loc="outside lower center",
+                  ncol=len(kinds), frameon=False, fontsize=9)
     return figure
 
 

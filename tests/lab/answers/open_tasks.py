@@ -1552,6 +1552,169 @@ CACHE_OF_BLOCKS = GROWING_CACHE.replace('''        self.past = {}
             k, v = (old.narrow(2, 0, self.length) for old in self.past[i])
 ''').replace('The cache is put together anew for each token', 'A cache for each block')
 
+GREEDY = '''
+def place_experts(tokens, slots, before):
+    """Copies for the hottest, then the largest share first, each to the rank with the fewest tokens that has room."""
+    n, copies = len(before), [1] * len(tokens)
+    while sum(copies) < n * slots:
+        hottest = max((e for e in range(len(tokens)) if copies[e] < n), key=lambda e: tokens[e] / copies[e])
+        copies[hottest] += 1
+    load, placement = [0.0] * n, [[] for _ in range(n)]
+    for share, e in sorted(((t / c, e) for e, (t, c) in enumerate(zip(tokens, copies)) for _ in range(c)), reverse=True):
+        rank = min((r for r in range(n) if len(placement[r]) < slots and e not in placement[r]), key=load.__getitem__)
+        placement[rank].append(e)
+        load[rank] += share
+    return placement
+'''
+
+EXCHANGED = GREEDY.replace("def place_experts(tokens, slots, before):", "def greedy(tokens, slots, before):") + '''
+
+def place_experts(tokens, slots, before):
+    """The greedy placement, and then exchanges between two ranks as long as their squares get smaller."""
+    placement = greedy(tokens, slots, before)
+    copies = [sum(e in row for row in placement) for e in range(len(tokens))]
+    share = [t / c for t, c in zip(tokens, copies)]
+    better = True
+    while better:
+        better = False
+        for a in placement:
+            for b in placement:
+                for i, x in enumerate(a):
+                    for j, y in enumerate(b):
+                        gap = sum(share[e] for e in a) - sum(share[e] for e in b)
+                        move = share[a[i]] - share[y]
+                        if a is not b and a[i] not in b and y not in a and 0 < move < gap and gap > 1:
+                            a[i], b[j], better = y, a[i], True
+                            break
+    return placement
+'''
+
+FROM_BEFORE = '''
+from course.lab.instruments.expert_placement import rank_tokens
+
+def place_experts(tokens, slots, before):
+    """From the placement before, the best change of the busiest rank, until it is within 10%."""
+    now, mean = [list(row) for row in before], sum(tokens) / len(before)
+    while max(load := rank_tokens(tokens, now)) > 1.1 * mean:
+        busy, best = max(range(len(now)), key=load.__getitem__), None
+        for to in range(len(now)):
+            for e in set(now[busy]) - set(now[to]):
+                for other in [*now[to], *[None] * (slots - len(now[to]))]:
+                    alone = other is not None and sum(other in row for row in now) == 1
+                    if other in now[busy]:
+                        continue
+                    for keeps in (False, True):
+                        if keeps and alone:
+                            continue
+                        trial = [list(row) for row in now]
+                        trial[to] = [x for x in trial[to] if x != other] + [e]
+                        if not keeps:
+                            trial[busy].remove(e)
+                        if alone:
+                            trial[busy].append(other)
+                        loads = rank_tokens(tokens, trial)
+                        key = (sum(x ** 2 for x in loads) - sum(x ** 2 for x in load)) / (2 if alone else 1), trial
+                        if best is None or key < best:
+                            best = key
+        if best is None or best[0] >= 0:
+            break
+        now = best[1]
+    return now
+'''
+
+FROM_BEFORE_FAR = FROM_BEFORE.replace("1.1 * mean", "1.03 * mean").replace("10%", "3%")
+
+COLD_FORGOTTEN = GREEDY.replace("reverse=True):\n", "reverse=True):\n        if share == 0:\n            continue\n")
+OVERFULL = GREEDY.replace("len(placement[r]) < slots and ", "")
+SAME_RANK = GREEDY.replace(" and e not in placement[r]", "").replace("if copies[e] < n", "")
+ONE_COPY = GREEDY.replace("    while sum(copies) < n * slots:\n", "    while False:\n")
+IN_TURN = '''
+def place_experts(tokens, slots, before):
+    """One expert after another, the hottest first, dealt out in turn."""
+    order = sorted(range(len(tokens)), key=lambda e: -tokens[e])
+    return [order[rank::len(before)] for rank in range(len(before))]
+'''
+
+GATHERED_TWICE = '''
+def order_step(units, limit, bandwidth):
+    """One unit after another, and the last one once."""
+    order, last = [], len(units) - 1
+    for unit in range(last + 1):
+        order += [("gather", unit), ("forward", unit), ("free", unit)][:3 if unit < last else 2]
+    for unit in reversed(range(last + 1)):
+        order += [("gather", unit)][unit == last:] + [("backward", unit), ("free", unit), ("reduce", unit)]
+    return order
+'''
+
+KEPT_BY_TABLE = '''
+def order_step(units, limit, bandwidth):
+    """The units that stay, from a table: for each number of bytes that fits, a set; no gather ahead."""
+    last = len(units) - 1
+    sets = {0: []}
+    for unit in range(last):
+        fitting = {size: kept for size, kept in sets.items() if size + 2 * units[unit].bytes <= limit}
+        sets = fitting | {size + units[unit].bytes: [*kept, unit] for size, kept in fitting.items()}
+    sets = {size: kept for size, kept in sets.items() if size + 2 * units[last].bytes <= limit}
+    kept = {*sets[max(sets)], last}
+    order = []
+    for unit in range(last + 1):
+        order += [("gather", unit), ("forward", unit)]
+        if unit not in kept:
+            order.append(("free", unit))
+    for unit in range(last, -1, -1):
+        if unit not in kept:
+            order.append(("gather", unit))
+        order += [("backward", unit), ("free", unit), ("reduce", unit)]
+    return order
+'''
+
+HOISTED = KEPT_BY_TABLE.replace("def order_step", "def slow").replace("; no gather ahead", "") + '''
+
+from course.lab.instruments.simulated_sharding import simulate
+
+def order_step(units, limit, bandwidth):
+    """Moves one event after another to an earlier place, whichever helps most, as long as one helps."""
+    order = slow(units, limit, bandwidth)
+    best = ()
+    while True:
+        tried = []
+        for i, event in enumerate(order):
+            if event[0] == "gather":
+                for j in range(i):
+                    moved = order[:j] + [event] + order[j:i] + order[i + 1:]
+                    step = simulate(units, limit, bandwidth, moved)
+                    if not step.wrong:
+                        tried.append((step.seconds, sum(begin for _, _, begin, _ in step.computing), moved))
+        if best and min(tried)[:2] >= best:
+            return order
+        *now, order = min(tried)
+        best = tuple(now)
+'''
+
+NO_GRADIENTS = KEPT_BY_TABLE.replace("2 * units", "units")
+
+ALL_AT_ONCE = '''
+def order_step(units, limit, bandwidth):
+    """All gathers first."""
+    every = range(len(units))
+    return [*(("gather", unit) for unit in every), *(("forward", unit) for unit in every),
+            *((kind, unit) for unit in reversed(every) for kind in ("backward", "free", "reduce"))]
+'''
+
+ALWAYS_TWO = '''
+from course.lab.exercises.lesson20_fully_sharded import step_events
+
+def order_step(units, limit, bandwidth):
+    """The order of the lesson's exercise, whatever fits."""
+    return step_events(len(units))
+'''
+
+NO_UNITS = '''
+def order_step(units, limit, bandwidth):
+    """Names of events alone."""
+    return ["gather", "forward", "backward", "free", "reduce"]
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
@@ -1594,6 +1757,13 @@ SCORED = [
     ("place-ranks", DESCENT, ("correct", "best placement"), "take the same time"),
     ("place-ranks", ONE_OF_EACH, ("correct", "best placement", "200 measurements"), "no slower path along any axis"),
     ("place-ranks", BEST_BY_PAIRS, ("correct", "best placement", "200 measurements", "15 measurements"), ""),
+    ("order-step", GATHERED_TWICE, ("correct",), "than the last one to stay"),
+    ("order-step", KEPT_BY_TABLE, ("correct", "fewest bytes"), "while an earlier pass computes"),
+    ("order-step", HOISTED, ("correct", "fewest bytes", "overlapped"), ""),
+    ("place-experts", GREEDY, ("correct",), "placement"),
+    ("place-experts", EXCHANGED, ("correct", "balanced"), "begin with `before`"),
+    ("place-experts", FROM_BEFORE, ("correct", "few transfers"), "busiest rank"),
+    ("place-experts", FROM_BEFORE_FAR, ("correct", "balanced", "few transfers"), ""),
     ("loader", PLAIN_LOOP, ("correct", "memory budget"), "takes long holds up all others"),
     ("loader", MAPPED, ("correct", "overlapped"), "too many samples may lie in memory"),
     ("loader", OWN_THREADS, ("correct", "overlapped", "memory budget"), ""),
@@ -1608,6 +1778,17 @@ WRONG = [
     ("graph-trainer", NESTEROV, ""),
     ("graph-trainer", HALF_PRECISION, ""),
     ("place-ranks", ISLANDS, "take the case that is named"),
+    ("order-step", NO_GRADIENTS, "twice"),
+    ("order-step", ALL_AT_ONCE, "beside all units that are whole"),
+    ("order-step", ALWAYS_TWO, "beside all units that are whole"),
+    ("order-step", NO_UNITS, 'a pair such as ("gather", 2)'),
+    ("place-experts", COLD_FORGOTTEN, "keep one copy of"),
+    ("place-experts", OVERFULL, "a slot is memory for one expert"),
+    ("place-experts", SAME_RANK, "meet again there"),
+    ("place-experts", ONE_COPY, "too few copies"),
+    ("place-experts", IN_TURN, "beside the mean"),
+    ("place-experts", IN_TURN.replace("[order[rank", "{rank: order[rank").replace("before))]", "before))}"),
+     "return a list with the experts of each rank"),
     ("place-ranks", AS_GRID, "the GPU of rank 0, of rank 1"),
     ("write-text", GROWING_CACHE.replace("triu(n + 1)", "triu(1)"), "mask begins at its place"),
     ("write-text", CACHE_OF_BLOCKS.replace("2**60), dist.ReduceOp.MIN", "0), dist.ReduceOp.SUM").replace(
