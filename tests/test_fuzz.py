@@ -326,7 +326,7 @@ def read_shard(place, raw, summary=None):
     return Latents(str(place / "latents"), "train", (2, 4, 4), 3).__getitems__([0, 2])["latent"]
 
 
-@pytest.mark.parametrize(("read", "whole"), [(read_year, YEAR), (read_shard, SHARD)])
+@pytest.mark.parametrize(("read", "whole"), [(read_year, YEAR), (read_shard, SHARD)], ids=["year", "shard"])
 def test_what_is_damaged_below_is_read_when_it_is_whole(place, read, whole):
     assert ((read(place, whole) == 1) | (read(place, whole) == 1.5)).all()
 

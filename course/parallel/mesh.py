@@ -114,7 +114,7 @@ def lay_out(sizes: Mapping[str, int], order: str) -> Tensor:
     """The ranks 0, 1, 2, ..., laid out as (pp, dp, cp, tp). `order`, such as "pp-dp-cp-tp", names the axes slowest first."""
     names = order.split("-")
     ranks = torch.arange(math.prod(sizes.values()))
-    ranks = ranks.view([sizes[name] for name in names])                 # as `order` says: the last axis joins neighbours
+    ranks = ranks.view([sizes[name] for name in names])                 # as `order` says: the last axis joins neighbors
     return ranks.permute([names.index(name) for name in AXES])          # (pp, dp, cp, tp)
 
 
@@ -313,8 +313,8 @@ def abandoned() -> bool:
 def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     """Lay the ranks out along the axes in the configured order.
 
-    `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighbouring ranks differ in tp, so
-    tensor-parallel groups sit on neighbouring GPUs. dp=0 takes whatever the other axes leave.
+    `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighboring ranks differ in tp, so
+    tensor-parallel groups sit on neighboring GPUs. dp=0 takes whatever the other axes leave.
 
     Raises `CourseError` where the sizes do not multiply to the number of processes, and where ranks that are to reach into each
     other's memory are not on one node.

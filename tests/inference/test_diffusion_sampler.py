@@ -121,7 +121,7 @@ def test_guidance_is_one_batch_and_scale_1_needs_no_second_half():
 def test_what_cannot_be_drawn_is_a_sentence(changes, words):
     with pytest.raises(CourseError, match=words):
         sample_latents(make(), torch.tensor([0]), SamplerSettings(**changes))
-    with pytest.raises(CourseError, match=r"guidance=4\.0: .* is not trained with model\.label_drop=0: use 1"):
+    with pytest.raises(CourseError, match=r"guidance=4\.0 needs .* model\.label_drop=0 hides none: use 1"):
         diffusion_sampler.choose_sampler(SamplerSettings(guidance=4.0), dataclasses.replace(CONFIG, label_drop=0.0))
     with pytest.raises(CourseError, match="euler adds none"):
         diffusion_sampler.choose_sampler(SamplerSettings(eta=1.0), dataclasses.replace(CONFIG, objective="flow"))
