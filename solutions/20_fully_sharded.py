@@ -579,16 +579,20 @@ print(f"{usual.seconds * 1e3:.0f} ms, {usual.gathered / 1e6:.0f} MB gathered")
 # - `limit` is what whole weights and gradients may take at any time. `bandwidth` is in bytes/s.
 # - The passes keep their order. Each unit is whole during both of its passes. At the end all units are freed and all gradients
 #   reduced.
-# - `simulate` is free to call.
+# - `simulate` is free to call. Its result has `wrong`, which is empty if the events are possible, and the `seconds` and
+#   `gathered` bytes that count.
 #
 # **Levels.** The check has five cases or more, of 5 to 9 units. In some of them two neighbors do not fit while one computes. Each
 # level counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
-# | correct | nothing is wrong in `simulate` |
+# | correct | `wrong` is empty |
 # | fewest bytes | no order gathers fewer bytes within the limit |
-# | overlapped | the step takes at most 10% longer than a lower bound, from the computing and from the fewest bytes |
+# | overlapped | the step takes at most 10% longer than a lower bound |
+#
+# The bound is the larger of two times: all passes with unit 0's gather before them and its reduce after them; and the link's
+# time for the fewest bytes and all reduces.
 #
 # Start with correct. `lab.hint("order-step")` opens the first of three hints, and each further call opens the next one.
 

@@ -522,7 +522,7 @@ lab.picture(
 # |---|---|
 # | correct | a valid placement; the busiest rank has at most 25% more tokens than in the best placement |
 # | balanced | it has at most 5% more |
-# | few transfers | transfers to at most a third of all slots, and the busiest rank has at most 10% more |
+# | few transfers | transfers to at most 40% of all slots, and the busiest rank has at most 10% more |
 #
 # Start with correct. `lab.hint("place-experts")` opens the first of three hints, and each further call opens the next one.
 

@@ -229,7 +229,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "reduce-gradients": "dropped kept calls sent",
     "exchange-rows": "sent",
     "through-experts": "computed sent",
-    "place-experts": "balanced few missing slots twice",
+    "place-experts": "balanced few missing near slots twice",
     "gradient-norm": "sent",
     "train-it": "memory again one time lost skill",
     "step-events": "ahead most gathers late reduces left",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,7 +143,7 @@ def test_each_case_of_experts_has_a_placement_without_a_busiest_rank(kind):
             tokens, best = found
             before = lesson21_open_task.disturb(dice, kind, tokens, best)
             assert expert_placement.rank_tokens(tokens, best) == pytest.approx([9000] * kind[0])
-            assert expert_placement.transfers(before, best) <= kind[0] * kind[1] // lesson21_open_task.MOVED
+            assert expert_placement.transfers(before, best) <= kind[0] * kind[1] * lesson21_open_task.MOVED
             for placement in (best, before):
                 assert {expert for row in placement for expert in row} == set(range(len(tokens)))
                 assert all(len(set(row)) == len(row) <= kind[1] for row in placement)
@@ -161,6 +162,27 @@ def test_the_fewest_bytes_of_a_step_are_those_of_all_sets_that_stay():
         assert min(step.gathered for step in fitting) == lesson20_open_task.least_gathered(units, limit)
         assert min(step.seconds for step in fitting) > lesson20_open_task.least_seconds(units, limit, bandwidth)
         assert {step.wrong for step in steps} <= {"", "limit"}
+
+
+@pytest.mark.parametrize(("up", "down", "said"), [
+    ("gather forward free", "gather reduce backward free", "which makes the gradients"),
+    ("gather forward", "gather backward free reduce", "whole already"),
+    ("forward gather free", "gather backward free reduce", "its gather comes before"),
+    ("gather forward free", "backward free reduce", "has to be gathered again"),
+    ("gather forward free", "gather backward free free reduce", "was it freed before"),
+    ("gather forward free", "gather backward reduce", "gradients whose reduce"),
+    ("gather forward free", "gather backward free reduce", "try all sets")])
+def test_a_wrong_step_is_named_by_the_event_that_cannot_be(up, down, said, monkeypatch):
+    """Units as numbers of NumPy are welcome."""
+    def order_step(units, limit, bandwidth):
+        ups = np.arange(len(units))
+        return [(kind, u) for kinds, some in ((up, ups), (down, ups[::-1])) for u in some for kind in kinds.split()]
+
+    task = lesson20_open_task
+    inputs = task.draw(3, False)
+    expected = task.weigh(inputs, task.run(inputs))
+    monkeypatch.setattr(task, "order_step", order_step)
+    assert said in task.explain(inputs, expected, task.weigh(inputs, task.run(inputs)))
 
 
 def test_neighbors_are_those_of_the_mesh():

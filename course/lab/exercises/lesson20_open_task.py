@@ -52,15 +52,14 @@ def order_step(units: Sequence[Unit], limit: int, bandwidth: float) -> list[tupl
                 found.append(("reduce", unit))
         return found
 
-    def cost(found: list[tuple[str, int]]) -> tuple[bool, int, float]:
+    def cost(found: list[tuple[str, int]]) -> tuple[bool, float]:
         step = simulate(units, limit, bandwidth, found)
-        return bool(step.wrong), step.gathered, step.seconds
+        return bool(step.wrong), step.seconds
 
     sets = [{last, *some} for size in range(count) for some in combinations(range(last), size)]
     sets = [kept for kept in sets if max(needed(kept)) <= limit]
-    most = max(sum(units[unit].bytes for unit in kept) for kept in sets)
-    return min((events(kept, ahead, spare) for kept in sets if sum(units[unit].bytes for unit in kept) == most
-                for ahead in range(count) for spare in (False, True)), key=cost)
+    most = max(sets, key=lambda kept: sum(units[unit].bytes for unit in kept))
+    return min((events(most, ahead, spare) for ahead in range(count) for spare in (False, True)), key=cost)
 
 
 # how many units, how many bytes of all weights fit besides the largest unit twice, and how fast the link is
@@ -92,16 +91,18 @@ def least_seconds(units: Sequence[Unit], limit: int, bandwidth: float) -> float:
 
 
 def draw_case(dice: random.Random, kind: Kind, order: Callable[..., Events] = order_step) -> tuple[list[Unit], int, float]:
-    """Units, a limit and a bandwidth, with which our order comes near the bound. The lesson's does not, or does not fit."""
+    """Units, a limit and a bandwidth, with which our order comes near the bound. The lesson's does not, or does not fit.
+
+    Sizes are finer than 1 MB, so that one set of units that stay has the most bytes. All are as round as `asked` shows them."""
     count, (shares, speeds) = kind
     while True:
-        sizes = [dice.randint(20, 100) for _ in range(count)]
-        sizes[dice.randrange(count)] = dice.randint(100, 140)
-        units = [Unit(size * 10**6, dice.uniform(0.005, 0.015)) for size in sizes]
+        sizes = [dice.randint(200, 1000) for _ in range(count)]
+        sizes[dice.randrange(count)] = dice.randint(1000, 1400)
+        units = [Unit(size * 10**5, dice.randint(50, 150) / 1e4) for size in sizes]
         every = sum(unit.bytes for unit in units)
-        limit = 2 * max(unit.bytes for unit in units) + int(dice.uniform(*shares) * every)
+        limit = 2 * max(unit.bytes for unit in units) + round(dice.uniform(*shares) * every / 1e5) * 10**5
         least = least_gathered(units, limit)
-        bandwidth = (least + every) / (3 * sum(unit.forward for unit in units)) * dice.uniform(*speeds)
+        bandwidth = (least + every) / (3 * sum(unit.forward for unit in units)) * dice.uniform(*speeds) // 1e7 * 1e7
         bound = least_seconds(units, limit, bandwidth)
         ours, usual = (simulate(units, limit, bandwidth, events)
                        for events in (order(units, limit, bandwidth), step_events(count)))
@@ -145,49 +146,64 @@ def run(inputs: Tensors) -> Tensors:
 WRONG = ("there", "order", "limit", "left")
 
 
-def steps_of(inputs: Tensors, transcript: Tensors) -> list[Step]:
-    """Each case's events on simulated clocks."""
+def steps_of(inputs: Tensors, transcript: Tensors) -> tuple[list[Step], list[int]]:
+    """Each case's events on simulated clocks, and the kind of the event that cannot be, by its number in `KINDS`."""
     cases, events = unpacked(inputs), transcript["events"]
     if events.shape != (len(cases), LONGEST, 2) or events.dtype != torch.int64:
         raise ValueError("no transcript of events")
-    found = []
+    steps, kinds = [], []
     for (units, limit, bandwidth), rows in zip(cases, events.tolist(), strict=True):
         listed = [(KINDS[kind], unit) for kind, unit in rows if 0 <= kind < len(KINDS) and 0 <= unit < len(units)]
-        found.append(simulate(units, limit, bandwidth, listed))
-    return found
+        steps.append(simulate(units, limit, bandwidth, listed))
+        kinds.append(KINDS.index([*listed, ("gather", 0)][steps[-1].at][0]))
+    return steps, kinds
 
 
 def weigh(inputs: Tensors, transcript: Tensors) -> Tensors:
-    """What goes wrong in each case, the bytes that are gathered, and whether the step takes little time."""
-    cases, steps = unpacked(inputs), steps_of(inputs, transcript)
+    """What goes wrong in each case, the bytes that are gathered, and whether the step takes little time.
+
+    Where something is not there, the number says at which kind of event, so that one mistake is not taken for another."""
+    cases, (steps, kinds) = unpacked(inputs), steps_of(inputs, transcript)
     near = [not step.wrong and step.seconds <= NEAR * least_seconds(*case) for case, step in zip(cases, steps, strict=True)]
-    return {name: torch.tensor([float(step.wrong != name) for step in steps]).double() for name in WRONG} | {
+    found = {name: torch.tensor([float(step.wrong != name) for step in steps]).double() for name in WRONG}
+    found["there"] += torch.tensor([(step.wrong == "there") * (2.0 + kind) for step, kind in zip(steps, kinds, strict=True)])
+    return found | {
         "gathered": torch.tensor([step.gathered / 1e6 for step in steps], dtype=torch.float64),
         "near": torch.tensor(near).double()}
 
 
 def asked(inputs: Tensors) -> list[str]:
     """Each case in words."""
-    return [f"case {number}: {len(units)} units of {', '.join(f'{unit.bytes / 1e6:.0f}' for unit in units)} MB within "
-            f"{limit / 1e6:.0f} MB" for number, (units, limit, _) in enumerate(unpacked(inputs))]
+    return [f"case {number}: {len(units)} units of {', '.join(f'{unit.bytes / 1e6:.1f}' for unit in units)} MB and "
+            f"{', '.join(f'{unit.forward * 1e3:.1f}' for unit in units)} ms within {limit / 1e6:.1f} MB at "
+            f"{bandwidth / 1e9:.2f} GB/s" for number, (units, limit, bandwidth) in enumerate(unpacked(inputs))]
 
 
+MISSING = {                                          # by the kind of the event
+    "gather": "a unit is gathered that is whole already: one that stays whole after its forward pass needs no second gather",
+    "forward": "a unit computes that is not whole: its gather comes before its forward pass, and its free after it",
+    "backward": "a unit that was freed after its forward pass has to be gathered again before its backward pass",
+    "free": "a unit is freed that is not whole: was it freed before?",
+    "reduce": "a reduce follows its unit's backward pass, which makes the gradients, and there is one for each unit",
+}
 EXPLANATIONS = {
-    "there": "a unit computes between its gather and its free, and is gathered again only after a free; a reduce follows the "
-             "backward pass of its unit. Walk through the events of the case that is named",
     "order": "the forward passes go from the first unit to the last, and the backward passes from the last to the first",
-    "limit": "a backward pass needs its unit's bytes twice, for weights and gradients, beside all units that are whole. Before a "
-             "gather moves to an earlier place, ask whether its unit fits during each pass in between",
+    "limit": "a backward pass needs its unit's bytes twice, for weights and gradients, beside all units that are whole and "
+             "all gradients whose reduce has not ended. Before a gather moves to an earlier place, ask whether its unit fits "
+             "during each pass in between",
     "left": "at the end no unit is whole, and each unit's gradients are reduced: is there a free and a reduce for each?",
     "gathered": "a unit that stays whole from its forward to its backward pass is gathered once. Which units can stay is a "
                 "question of bytes: try all sets, and take the one with the most bytes that fits during each backward pass",
-    "near": "begin gathers earlier, while another unit computes, if the memory is there. Draw `step.computing` and "
-            "`step.sending` of `simulate` for the case that is named: where does neither the rank nor the link work?",
+    "near": "a gather may begin while an earlier pass computes, if the memory is there. But not all as early as they fit: a "
+            "reduce waits behind the gathers before it, and keeps its gradients in memory. Make the case that is named in "
+            "your notebook, and look at `step.computing` and `step.sending`: where does neither the rank nor the link work?",
 }
 
 
 def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
     """What to say of the first claim that does not hold."""
+    if missing := [int(code) - 2 for code in got["there"].tolist() if code != 1]:
+        return MISSING[KINDS[missing[0]]]
     return EXPLANATIONS[next(name for name in EXPLANATIONS if not torch.allclose(expected[name], got[name]))]
 
 
@@ -203,7 +219,8 @@ EXERCISES = [
                "left": "something is left", "near": "it takes longer"},
         levels={"gathered": "fewest bytes", "near": "overlapped"}, cases=asked, weigh=weigh, explain=explain,
         unknown="take the case that is named, and walk through its events: `simulate` says in `wrong` and `at` which event "
-                "cannot be, and in `computing` and `sending` when the rank and the link work",
+                "cannot be, and in `computing` and `sending` when the rank and the link work. A gather may begin while an "
+                "earlier pass computes",
         ladder=("Begin with the simplest order: gather each unit just before its pass and free it just after, but keep the "
                 "last unit whole between its two passes. `simulate` says whether it holds.",
                 "Some units can stay whole from forward to backward. During the backward pass of unit u memory holds u twice, "

@@ -37,5 +37,5 @@ def as_placement(value: Any, ranks: int, experts: int, who: str) -> list[list[in
                                 "wanted", "return the numbers of the experts that the rank holds") from None
         if unknown := [expert for expert in found[-1] if not 0 <= expert < experts]:
             raise InvalidReturn(f"`{who}` returned expert {unknown[0]} for rank {rank}; experts are numbered from 0 to "
-                                f"{experts - 1}", "return experts, not ranks and not numbers of slots")
+                                f"{experts - 1}", "return experts, not ranks and not numbers of slots; a free slot is left out")
     return found

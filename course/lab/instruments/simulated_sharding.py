@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from course.lab.checks import return_values
@@ -94,9 +95,9 @@ def as_events(value: Any, units: int, who: str) -> list[tuple[str, int]]:
     found = []
     for event in return_values.several(value, who, "a list of events"):
         pair = tuple(event) if isinstance(event, tuple | list) else ()
-        if len(pair) != 2 or pair[0] not in KINDS or not isinstance(pair[1], int) or not 0 <= pair[1] < units:
+        if len(pair) != 2 or pair[0] not in KINDS or not hasattr(pair[1], "__index__") or not 0 <= pair[1] < units:
             raise InvalidReturn(f"`{who}` returned {event!r:.60} as an event",
                                 f'an event is a pair such as ("gather", 2): one of {", ".join(KINDS)}, and a unit from 0 to '
                                 f"{units - 1}")
-        found.append((pair[0], pair[1]))
+        found.append((pair[0], index(pair[1])))
     return found

@@ -6,7 +6,6 @@ SETS = "    sets = [{last, *some} for size in range(count) for some in combinati
 FITS = "    sets = [kept for kept in sets if max(needed(kept)) <= limit]\n"
 FREE = "            if kind == \"backward\" or unit not in kept:\n"
 REDUCE = "            if kind == \"backward\":\n                found.append((\"reduce\", unit))\n"
-TRIED = "for ahead in range(count) for spare in (False, True)"
 
 LEFT = ("after its backward pass a unit has weights and gradients in memory: free the weights, also of units that stayed, and "
         "reduce the gradients")
@@ -33,7 +32,5 @@ MISTAKES = {
                 "        if max(needed(chosen | {unit})) <= limit:\n            chosen.add(unit)\n    sets = [chosen]\n",
                 "the largest first is not always the most: two smaller units can be more bytes than a large one, and an early "
                 "unit needs its memory during more passes than a late one", by=("gathered",)),
-        Mistake("nothing is gathered ahead", TRIED, "for ahead in (0,) for spare in (False,)",
-                "each pass waits for its own gather here: begin the gather while an earlier pass computes", by=("near",)),
     ),
 }

@@ -1627,6 +1627,7 @@ FROM_BEFORE_FAR = FROM_BEFORE.replace("1.1 * mean", "1.03 * mean").replace("10%"
 COLD_FORGOTTEN = GREEDY.replace("reverse=True):\n", "reverse=True):\n        if share == 0:\n            continue\n")
 OVERFULL = GREEDY.replace("len(placement[r]) < slots and ", "")
 SAME_RANK = GREEDY.replace(" and e not in placement[r]", "").replace("if copies[e] < n", "")
+THROWN_OUT = FROM_BEFORE.replace("== 1\n", "== 0\n")
 ONE_COPY = GREEDY.replace("    while sum(copies) < n * slots:\n", "    while False:\n")
 IN_TURN = '''
 def place_experts(tokens, slots, before):
@@ -1763,6 +1764,7 @@ SCORED = [
     ("place-experts", GREEDY, ("correct",), "placement"),
     ("place-experts", EXCHANGED, ("correct", "balanced"), "begin with `before`"),
     ("place-experts", FROM_BEFORE, ("correct", "few transfers"), "busiest rank"),
+    ("place-experts", FROM_BEFORE.replace("1.1 * mean", "1.15 * mean"), ("correct",), "exchange"),
     ("place-experts", FROM_BEFORE_FAR, ("correct", "balanced", "few transfers"), ""),
     ("loader", PLAIN_LOOP, ("correct", "memory budget"), "takes long holds up all others"),
     ("loader", MAPPED, ("correct", "overlapped"), "too many samples may lie in memory"),
@@ -1783,6 +1785,7 @@ WRONG = [
     ("order-step", ALWAYS_TWO, "beside all units that are whole"),
     ("order-step", NO_UNITS, 'a pair such as ("gather", 2)'),
     ("place-experts", COLD_FORGOTTEN, "keep one copy of"),
+    ("place-experts", THROWN_OUT, "ask whether another rank holds it"),
     ("place-experts", OVERFULL, "a slot is memory for one expert"),
     ("place-experts", SAME_RANK, "meet again there"),
     ("place-experts", ONE_COPY, "too few copies"),
