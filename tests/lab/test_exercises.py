@@ -177,6 +177,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "fp8-cast": "type before kept",
     "amax-history": "kept",
     "delayed-scale": "empty",
+    "half-trainer": "kept losses once scales small stall",
     "fused-modulate": "excess kept",
     "graph-break": "zeros values shapes quiet graphs",
     "whole-block": "again free graph kept kernels largest_tensor quiet shapes values",
@@ -186,6 +187,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "graph-trainer": "captured kept launches reads stall",
     "in-buckets": "order none",
     "samples-to-target": "never",
+    "plan-training": "best few half",
     "bytes-sent": "kept",
     "place-ranks": "best default few some",
     "zigzag": "there",
@@ -248,7 +250,8 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign"]    # processes, or long
+# processes, or long
+APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign", "plan-training"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

@@ -1713,11 +1713,291 @@ NO_UNITS = '''
 def order_step(units, limit, bandwidth):
     """Names of events alone."""
     return ["gather", "forward", "backward", "free", "reduce"]
+SCALER_OF_PYTORCH = '''
+import torch
+
+class HalfTrainer:
+    """PyTorch's own scaler and optimizer."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.w, self.clip = loss_of, weights, clip
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=grow_after)
+        self.optimizer = torch.optim.SGD([w.requires_grad_() for w in weights.values()], lr=1.0, momentum=momentum)
+
+    @property
+    def scale(self):
+        return self.scaler.get_scale()
+
+    def step(self, micros, rate):
+        self.optimizer.param_groups[0]["lr"] = rate
+        losses = []
+        for micro in micros:
+            loss = self.loss_of({name: w.half() for name, w in self.w.items()}, micro)
+            self.scaler.scale(loss / len(micros)).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.w.values(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean()
+'''
+
+
+CASTS_IN_THE_GRAPH = '''
+import torch
+
+class HalfTrainer:
+    """The cast is part of the graph, so gradients arrive in float32."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.count = torch.full((), scale), torch.zeros((), dtype=torch.int64)
+        for w in weights.values():
+            w.requires_grad_()
+        self.v = [torch.zeros_like(w) for w in weights.values()]
+
+    def step(self, micros, rate):
+        mean = 0
+        for micro in micros:
+            loss = self.loss_of({name: w.to(torch.float16) for name, w in self.weights.items()}, micro) / len(micros)
+            (self.scale * loss).backward()
+            mean = mean + loss.detach()
+            del loss
+        with torch.no_grad():
+            square = sum((w.grad.double() / self.scale).square().sum() for w in self.weights.values())
+            fine = square.isfinite()
+            factor = torch.where(square.sqrt() > self.clip, self.clip / square.sqrt(), 1.0).float() / self.scale
+            for w, v in zip(self.weights.values(), self.v):
+                v.copy_(torch.where(fine, v * self.momentum + w.grad * factor, v))
+                w.sub_(torch.where(fine, rate * v, 0.0))
+                w.grad = None
+            self.count = torch.where(fine, self.count + 1, 0)
+            double = (self.count > 0) & (self.count % self.after == 0)
+            self.scale = self.scale * torch.where(fine, torch.where(double, 2.0, 1.0), 0.5)
+        return mean
+'''
+
+
+FLAT_HALVES = '''
+import torch
+
+class HalfTrainer:
+    """All weights end to end."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0)
+        self.v = torch.zeros(sum(w.numel() for w in weights.values()))
+
+    def pieces(self, flat):
+        sizes = [w.numel() for w in self.weights.values()]
+        return {name: x.view_as(w) for (name, w), x in zip(self.weights.items(), flat.split(sizes))}
+
+    def step(self, micros, rate):
+        flat = torch.cat([w.flatten() for w in self.weights.values()])
+        low = flat.half().requires_grad_()
+        total, gradient = torch.zeros(()), torch.zeros_like(flat)
+        for micro in micros:
+            loss = self.loss_of(self.pieces(low), micro)
+            gradient += torch.autograd.grad(loss * self.scale, low)[0].float()
+            total += loss.detach()
+        gradient = gradient / len(micros) / self.scale
+        norm = gradient.norm()
+        finite = gradient.isfinite().all()
+        v = self.momentum * self.v + gradient * torch.clamp(self.clip / norm, max=1)
+        self.v = torch.where(finite, v, self.v)
+        flat = torch.where(finite, flat - rate * v, flat)
+        for name, x in self.pieces(flat).items():
+            self.weights[name].copy_(x)
+        good = torch.where(finite, self.good + 1, 0)
+        self.scale = torch.where(finite, self.scale, self.scale / 2) * torch.where(good >= self.after, 2, 1)
+        self.good = torch.where(good >= self.after, 0, good)
+        return total / len(micros)
+'''
+
+
+HOOKED = '''
+import torch
+
+class HalfTrainer:
+    """The copies stay, hooks free each gradient at once, and what is infinite is found while it is added."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0)
+        self.halves = {name: torch.empty_like(w, dtype=torch.float16).requires_grad_() for name, w in weights.items()}
+        self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.sums = {name: torch.zeros_like(w) for name, w in weights.items()}
+        for name, half in self.halves.items():
+            half.register_post_accumulate_grad_hook(lambda half, total=self.sums[name]: self.add(half, total))
+
+    def add(self, half, total):
+        total.add_(half.grad)
+        half.grad = None
+
+    def step(self, micros, rate):
+        with torch.no_grad():
+            for name, half in self.halves.items():
+                half.copy_(self.weights[name])
+        losses = torch.zeros(len(micros))
+        for i, micro in enumerate(micros):
+            loss = self.loss_of(self.halves, micro)
+            loss.backward(self.scale)
+            losses[i] = loss.detach()
+        with torch.no_grad():
+            norm = torch.stack([x.norm() for x in self.sums.values()]).norm() / (self.scale * len(micros))
+            good = norm.isfinite()
+            factor = torch.minimum(self.clip / norm, torch.ones(())) / (self.scale * len(micros))
+            for name, x in self.sums.items():
+                x.mul_(factor).add_(self.v[name], alpha=self.momentum)
+                x.copy_(torch.where(good, x, self.v[name]))
+                self.v[name].copy_(x)
+                self.weights[name].sub_(x.mul_(good * rate))
+                x.zero_()
+            self.good.add_(1).mul_(good)
+            self.scale.mul_(torch.where(good, 1.0, 0.5)).mul_(torch.where(self.good == self.after, 2.0, 1.0))
+            self.good.mul_(self.good < self.after)
+        return losses.mean()
+'''
+
+ONE_BACKWARD = FLAT_HALVES.replace('''            gradient += torch.autograd.grad(loss * self.scale, low)[0].float()
+            total += loss.detach()
+''', '''            total = total + loss
+        gradient += torch.autograd.grad(total * self.scale, low)[0]
+        total = total.detach()
+''').replace("All weights end to end", "One backward pass for all micro-batches")
+
+STALE_HALVES = HOOKED.replace('''                half.copy_(self.weights[name])
+''', '''                if self.steps % 2 == 0:
+                    half.copy_(self.weights[name])
+        self.steps += 1
+''').replace("self.good = torch.tensor(scale),", "self.good, self.steps = torch.tensor(scale),").replace(
+    "torch.tensor(0)\n        self.halves", "torch.tensor(0), 0\n        self.halves")
+
+
+TWO_STAGES = '''
+import math
+from course.lab.instruments.noisy_bowl import Phase
+
+def plan_training(job, train):
+    """All constant plans once; the best few often."""
+    top = 1e4
+    while math.isnan(train([(1, top, 1)])[0]):
+        top /= 1.1
+    loaded = job.latency / job.per_sample
+
+    def constant(batch, rate):
+        return [Phase(batch, rate, int(job.seconds / job.step_seconds(batch)))]
+
+    plans = [constant(max(1, int(loaded * 2.0**p)), top * 2.0**-q) for p in range(-2, 5) for q in range(7)]
+    plans.sort(key=lambda plan: train(plan)[-1])
+    return min(plans[:8], key=lambda plan: sum(train(plan)[-1] for _ in range(12)))
+'''
+
+
+RULE_OF_THUMB = '''
+import math
+
+def plan_training(job, train):
+    """No search but for the cliff: from many small steps to few large ones."""
+    low, high = -10.0, 10.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        if math.isnan(train([(1, math.exp(middle), 1)])[-1]):
+            high = middle
+        else:
+            low = middle
+    plan, batch, rate = [], max(1.0, job.latency / job.per_sample / 3), 0.9 * math.exp(low)
+    for _ in range(10):
+        plan.append((round(batch), rate, int(job.seconds / 10 / job.step_seconds(round(batch)))))
+        batch, rate = batch * 1.5, rate * 0.75
+    return plan
+'''
+
+
+CLIMBED = '''
+import math
+import random
+
+def plan_training(job, train):
+    """Growing batches with falling rates, compared by runs: a mean of several for each change."""
+    draw, cliff = random.Random(1), 1e4
+    while math.isnan(train([(1, cliff, 1)])[0]):
+        cliff /= 1.05
+    loaded = job.latency / job.per_sample
+
+    def plan_of(first, growth, rate, fall):
+        plan = []
+        for k in range(8):
+            batch = max(1, round(first * growth**k))
+            plan.append((batch, min(0.95, rate * fall**k) * cliff, max(1, int(job.seconds / 8 / job.step_seconds(batch)))))
+        while sum(n * job.step_seconds(b) for b, _, n in plan) > job.seconds:
+            plan.pop(0)
+        return plan
+
+    def score(x):
+        return sum(train(plan_of(*x))[-1] for _ in range(6))
+
+    at = [loaded / 2, 1.4, 0.8, 0.7]
+    least = score(at)
+    for _ in range(25):
+        other = [value * math.exp(draw.gauss(0, size)) for value, size in zip(at, (0.5, 0.15, 0.3, 0.15))]
+        if (value := score(other)) < least:
+            at, least = other, value
+    return plan_of(*at)
+'''
+
+
+FITTED = '''
+import math
+import numpy as np
+from course.lab.instruments.noisy_bowl import Bowl, Phase, expected_losses
+
+def plan_training(job, train):
+    """The bowl by a grid of guesses and the squares of logarithms; then each phase by itself."""
+    generator = np.random.default_rng(3)
+    edges = np.geomspace(1e-4, 1e4, 2000)
+    low, high = 0, len(edges) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if math.isnan(train([(1, float(edges[middle]), 1)])[0]) else (middle, high)
+    cliff, loaded = float(edges[low]), job.latency / job.per_sample
+    runs = []
+    for batch in (1, 1, math.ceil(8 * loaded), math.ceil(loaded)):
+        plan = [Phase(batch, 0.3 * cliff, max(1, int(job.seconds / 10 / job.step_seconds(batch))))] * 10
+        runs.append((plan, np.log(train(plan))))
+    guesses = [Bowl(2 / cliff, 2 / cliff / k, noise) for k in np.geomspace(30, 600, 14)
+               for noise in np.geomspace(0.05, 3, 18)]
+
+    def distance(bowl):
+        return sum(float(np.abs(np.log(expected_losses(bowl, plan)) - seen).sum()) for plan, seen in runs)
+
+    bowl = min(guesses, key=distance)
+    batches, rates = np.log(1 + loaded / 3 * 1.5 ** np.arange(12)), np.log(0.9 * cliff * 0.8 ** np.arange(12))
+
+    def plan_of(x):
+        sizes = [max(1, round(math.exp(min(b, 20)))) for b in x[:12]]
+        plan = [Phase(b, min(math.exp(r), 0.97 * cliff), int(job.seconds / 12 / job.step_seconds(b)))
+                for b, r in zip(sizes, x[12:])]
+        return [phase for phase in plan if phase.steps] or [Phase(1, cliff / 9, 1)]
+
+    at = np.concatenate([batches, rates])
+    least = expected_losses(bowl, plan_of(at))[-1]
+    for _ in range(1000):
+        other = at + 0.3 * generator.standard_normal(24) * (generator.random(24) < 0.2)
+        if (loss := expected_losses(bowl, plan_of(other))[-1]) < least:
+            at, least = other, loss
+    return plan_of(at)
 '''
 
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("plan-training", TWO_STAGES, ("correct",), "no constant plan gets there"),
+    ("plan-training", RULE_OF_THUMB, ("correct", "half the loss", "5 runs"), "let the batch grow"),
+    ("plan-training", CLIMBED, ("correct", "half the loss"), "let the batch grow"),
+    ("plan-training", FITTED, ("correct", "half the loss", "best plan", "5 runs"), ""),
+    ("half-trainer", SCALER_OF_PYTORCH, ("correct", "memory budget"), "waits for the device in each step"),
+    ("half-trainer", CASTS_IN_THE_GRAPH, ("correct", "no stall", "memory budget"), "cast them once before"),
+    ("half-trainer", FLAT_HALVES, ("correct", "no stall", "one cast"), "too much is alive at once"),
+    ("half-trainer", HOOKED, ("correct", "no stall", "one cast", "memory budget"), ""),
     ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
     ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
     ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
@@ -1773,6 +2053,14 @@ SCORED = [
 ]
 
 WRONG = [
+    ("plan-training", RULE_OF_THUMB.replace("batch * 1.5, rate * 0.75", "batch, rate"), "is noise"),
+    ("plan-training", RULE_OF_THUMB.replace("0.9 * math", "0.001 * math"), "higher rate, or more steps"),
+    ("plan-training", RULE_OF_THUMB.replace("0.9 * math", "1.1 * math"), "lies beyond the cliff"),
+    ("plan-training", RULE_OF_THUMB.replace("job.seconds / 10", "job.seconds / 9"), "and round down"),
+    ("half-trainer", ONE_BACKWARD, "float32 sum"),
+    ("half-trainer", STALE_HALVES, "for the first time"),
+    ("half-trainer", FLAT_HALVES.replace("gradient.isfinite().all()", "total.isfinite()"), ""),
+    ("half-trainer", HOOKED.replace("self.momentum)", "1)"), "for the first time"),
     ("whole-block", MASKED_AFTER, ""),
     ("whole-block", OTHER_GELU, ""),
     ("graph-trainer", NESTEROV, ""),
