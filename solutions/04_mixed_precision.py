@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU: the CPU emulates FP8, with the same bits as a GPU |
 # | reading and doing | about two hours |
 # | computing | half a minute on two cores |
-# | you write | a dynamic loss scaler (5 lines), a cast to FP8 (2), an amax history (1), the scale that follows from it (2) |
+# | you write | a loss scaler (5 lines), a cast to FP8 (2), an amax history (1), its scale (2); optional: float16 training (35) |
 # | you measure | what vanishes in which format; loss curves in fp32, bf16 and FP8; and read the speeds of an H200 |
 #
 # Do [lesson 01](01_baseline.ipynb) first. Work in a copy: *File → Save Notebook As…*, `04_mixed_precision_mine.ipynb`.
@@ -929,18 +929,19 @@ lab.picture(format_figures.amax_and_limits(one[1:],
 #   float16 tensors.
 # - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches, as it is without a scale. If the norm of
 #   all gradients together is larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity + gradient,
-#   and weight = weight − rate · velocity. It returns the mean loss, a float32 tensor.
+#   and weight = weight − rate · velocity. It returns the mean loss without the scale, a float32 tensor.
 # - If any gradient is not finite, the step changes no weight and no velocity. It halves the scale. After `grow_after` good steps
 #   in a row the scale doubles, and the count starts again at 0.
-# - `scale` is an attribute of your trainer: the scale of the next step. It starts as the `scale` that you are given.
+# - `scale` is an attribute of your trainer, a number or a tensor: the scale of the next step. It starts as the `scale` that you
+#   are given.
 # - `update` below is a part of our answer. Yours need not have it.
 #
 # **Levels.** Each counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
-# | correct | how each step moves the weights (up to 3%, since float16 rounds), all losses, all scales |
-# | no stall | `step` reads no value on the host |
+# | correct | how each step moves the weights (up to 1%, since float16 rounds), all losses, all scales |
+# | no stall | `step` waits for no value: it has no `.item()`, and no `if` on a tensor |
 # | one cast | a step casts each weight to float16 once, however many micro-batches it has |
 # | memory budget | at any time, at most 18 bytes per parameter, weights and velocities included |
 #

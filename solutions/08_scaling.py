@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU. Lessons [00](00_start_here.ipynb), [01](01_baseline.ipynb) and [07](07_data_parallel.ipynb) |
 # | reading and doing | about 90 minutes |
 # | computing | 1.5 minutes on two cores |
-# | you write | the noise in a gradient (3 lines), two scaling rules (4), a learning-rate schedule (7), samples to a target (9) |
+# | you write | a gradient's noise (3 lines), scaling rules (4), a schedule (7), samples to a target (9); optional: a plan (60) |
 # | you measure | the noise in a gradient; the best learning rate, and samples, steps and time to a target, against the batch |
 #
 # Work in a copy: *File → Save Notebook As…*, `08_scaling_mine.ipynb`. The curves of this lesson come from {result: runs | d}
@@ -818,8 +818,8 @@ lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 # *Optional, about 60 minutes. Nothing later needs it.* You have a machine for a given time. Which batches and which learning
 # rates reach the lowest loss by then? You may train to find out, but every trial costs time as well. Ours has about 60 lines.
 #
-# The loss is a bowl, which costs nothing to compute: plain gradient descent, with noise in each direction. A small batch takes
-# more steps in the same time, a large one has less noise.
+# To keep trials cheap, the loss is a quadratic bowl, and training is gradient descent with noise in each direction. A small
+# batch takes more steps in the same time. A large one has less noise.
 
 # %%
 from course.lab.instruments.noisy_bowl import Bowl, Job, Phase, expected_losses
@@ -857,14 +857,13 @@ lab.picture(data_parallel.logarithmic(bowl_curves, "seconds", "expected loss",
 # - All calls of `train` for a job take at most 200 times `job.seconds`, by the same clock.
 # - `expected_losses(bowl, plan)` is free to call, for any bowl that you make up. It is the mean over many runs.
 #
-# **Levels.** The check has three jobs or more, and looks at your plan's *expected* loss. Each level counts by itself, once the
+# **Levels.** The check has two jobs or more, and looks at your plan's *expected* loss. Each level counts by itself, once the
 # first is reached:
 #
 # | level | what the check counts |
 # |---|---|
 # | correct | at most 1.5 times the loss of the best plan with one batch and one rate |
 # | half the loss | at most half of that plan's loss |
-# | best plan | at most 1.3 times the loss of our best plan |
 # | 5 runs | all calls of `train` for a job take at most 5 times `job.seconds` |
 #
 # Start with correct. `lab.hint("plan-training")` opens the first of three hints, and each further call opens the next one.

@@ -187,7 +187,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "graph-trainer": "captured kept launches reads stall",
     "in-buckets": "order none",
     "samples-to-target": "never",
-    "plan-training": "best few half",
+    "plan-training": "few half",
     "bytes-sent": "kept",
     "place-ranks": "best default few some",
     "zigzag": "there",

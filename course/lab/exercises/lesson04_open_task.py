@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,14 +16,14 @@ from course.lab.checks.return_values import InvalidReturn
 from course.lab.exercises.lesson06_open_task import Reads
 from course.lab.instruments.tensor_memory import MemoryMeter
 
-LAYERS, FIRST_SCALE, GROW_AFTER = 4, 2.0**14, 3
+LAYERS, FIRST_SCALE, GROW_AFTER = 4, 2.0**14, 2
 STRENGTH = 3e-4                                      # of the loss: without a scale most gradients are subnormal in float16
 # micro-batches of each step, and what is special: large gradients that cancel, an overflow, overflows of opposite signs
-STEPS = ((2, ""), (1, ""), (4, ""), (2, ""), (8, "cancel"), (1, ""), (2, "overflow"), (1, ""), (2, ""), (4, "opposite"), (1, ""),
-         (4, "cancel"), (2, ""), (2, "overflow"), (1, ""))
+STEPS = ((2, ""), (1, ""), (4, ""), (8, "cancel"), (1, ""), (2, "overflow"), (1, ""), (4, "opposite"), (2, ""))
 BYTES, SPARE = 18, 0.5                              # per parameter at any time, with weights and velocities; for activations
 BIG = 2e4                                            # times as large as others are the gradients that cancel
 MICRO = ("x", "y", "linear")
+TOLERANCE = 1e-2                                     # right answers differ by up to 0.1%: PyTorch adds 1e-6 to the norm
 LOST = 9.0                                           # instead of a move that is not finite
 Loss = Callable[[Tensors, Batch], Tensor]
 
@@ -91,7 +92,7 @@ class Casts(TorchDispatchMode):
 
 
 class Network:
-    """Linears with ReLU between them, computed in float16, and the losses that it returned."""
+    """Linears with SiLU between them, computed in float16, and the losses that it returned."""
 
     def __init__(self, inputs: Tensors):
         self.weights = {name: inputs[name].clone() for layer in range(LAYERS) for name in (f"w{layer}", f"b{layer}")}
@@ -107,7 +108,7 @@ class Network:
                                     "it takes all weights in float16, in a dict with the names that `weights` has")
         x = micro["x"]
         for layer in range(LAYERS):
-            x = (x if layer == 0 else x.relu()) @ halves[f"w{layer}"] + halves[f"b{layer}"]
+            x = (silu(x) if layer else x) @ halves[f"w{layer}"] + halves[f"b{layer}"]
         x, y, linear = x.float(), micro["y"], micro["linear"]
         loss = STRENGTH * (linear * y * x + (1 - linear) * (x - y).square()).mean()
         self.losses.append(loss.detach())
@@ -137,7 +138,7 @@ def draw(seed: int, hidden: bool) -> Tensors:
                 x[place], y[place] = far[0], sign * far[1]
         first += count
     return found | {"x": x.half(), "y": y.float(), "linear": linear,
-                    "rates": 15 + 30 * torch.rand(len(STEPS), generator=generator).double(),
+                    "rates": 60 + 60 * torch.rand(len(STEPS), generator=generator).double(),
                     "momentum": 0.5 + 0.3 * torch.rand((), generator=generator).double(),
                     "clip": 9e-4 * (1 + 0.5 * torch.rand((), generator=generator).double())}
 
@@ -173,7 +174,7 @@ def run(inputs: Tensors) -> Tensors:
         kept &= all(torch.equal(tensor, copy[name]) for micro, copy in zip(micros, copies, strict=True)
                     for name, tensor in micro.items())
     spent = (memory.peak + 4 * numbers) / numbers
-    return {"moved": torch.stack(moves).double().nan_to_num(LOST, LOST, LOST),
+    return {"moved": torch.stack(moves).nan_to_num(LOST, LOST, LOST),
             "losses": torch.stack(losses).double().round(decimals=3),
             "scales": (torch.tensor(scales, dtype=torch.float64) / FIRST_SCALE).log2(), "bytes": torch.tensor(spent)} | {
         name: torch.tensor(float(holds)) for name, holds in
@@ -184,7 +185,7 @@ def explain(_: Tensors, expected: Tensors, got: Tensors) -> str:
     """In which step the weights move wrongly first, and what is special there."""
     if got["moved"].shape != expected["moved"].shape:
         return ""
-    off = (got["moved"] - expected["moved"]).norm(dim=1) > 5e-2 * expected["moved"].norm(dim=1)
+    off = (got["moved"] - expected["moved"]).norm(dim=1) > TOLERANCE * expected["moved"].norm(dim=1)
     first = next((step for step, wrong in enumerate(off.tolist()) if wrong), None)
     if first is None:
         return ""
@@ -209,7 +210,7 @@ EXERCISES = [
         flags={"kept": "something is", "stall": "the host reads one, or looks at one", "once": "it casts more",
                "small": "there are more"},
         levels={"stall": "no stall", "once": "one cast", "small": "memory budget"}, measured={"small": "bytes"},
-        tolerance=3e-2, explain=explain,
+        tolerance=TOLERANCE, explain=explain,
         ladder=("Begin with one micro-batch and no overflow. Cast the weights, `w.half().requires_grad_()`, multiply the loss by "
                 "the scale and call `backward`. Cast the gradients to float32 and divide them by the scale; only then clip, and "
                 "move. With several micro-batches, add up their gradients in float32.",

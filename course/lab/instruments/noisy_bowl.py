@@ -59,25 +59,23 @@ def expected_losses(bowl: Bowl, plan: Sequence[Phase]) -> list[float]:
 
 def loss_parts(bowl: Bowl, plan: Sequence[Phase]) -> list[tuple[float, float]]:
     """After each phase, the part of the loss that is left of the first one, and the part that noise has added."""
-    left, added = np.full(DIRECTIONS, 1 / DIRECTIONS), np.zeros(DIRECTIONS)
-    found = list[tuple[float, float]]()
-    for phase in plan:
-        if diverges(bowl, phase):
-            return found + [(math.inf, math.inf)] * (len(plan) - len(found))
-        kept, more = factors(bowl, phase)
-        left, added = left * kept**2, added * kept**2 + more
-        found.append((float(left.sum()), float(added.sum())))
-    return found
+    added, found = np.zeros(DIRECTIONS), list[tuple[float, float]]()
+    kept, more = factors(bowl, before_divergence(bowl, plan))
+    left = np.square(np.cumprod(kept, 0)).sum(1) / DIRECTIONS
+    for part, shrink, new in zip(left, np.square(kept), more, strict=True):
+        added = added * shrink + new
+        found.append((float(part), float(added.sum())))
+    return found + [(math.inf, math.inf)] * (len(plan) - len(found))
 
 
-def diverges(bowl: Bowl, phase: Phase) -> bool:
-    """Whether the rate lies beyond the cliff, where a step overshoots the steepest direction by more than it was off."""
-    return phase[1] * bowl.steepest >= 2
+def before_divergence(bowl: Bowl, plan: Sequence[Phase]) -> Sequence[Phase]:
+    """The phases before the first whose rate lies beyond the cliff. There, steps overshoot the steepest direction ever more."""
+    return plan[:next((number for number, phase in enumerate(plan) if phase[1] * bowl.steepest >= 2), len(plan))]
 
 
-def factors(bowl: Bowl, phase: Phase) -> tuple[np.ndarray, np.ndarray]:
-    """Of each direction, what these steps leave of a weight, and the loss that their noise adds on average: (D,), (D,)."""
-    batch, rate, steps = phase
+def factors(bowl: Bowl, plan: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray]:
+    """What each phase leaves of a weight in each direction, and the loss that its noise adds there on average: (P, D) each."""
+    batch, rate, steps = np.array(plan, dtype=float).reshape(-1, 3).T[:, :, None]
     curvature = bowl.steepest * (bowl.flattest / bowl.steepest) ** EVEN
     shrink = 1 - rate * curvature                    # a step: weight = shrink · weight - rate · noise
     kept, each = shrink**steps, 0.5 * (rate * curvature) ** 2 * bowl.noise / batch
@@ -88,13 +86,10 @@ def training_run(bowl: Bowl, plan: Sequence[Phase], generator: np.random.Generat
     """The loss after each phase of one run; NaN once it has diverged."""
     roots = np.full(DIRECTIONS, DIRECTIONS**-0.5)    # the root of each direction's loss, with the weight's sign
     found = list[float]()
-    for phase in plan:
-        if diverges(bowl, phase):
-            return found + [math.nan] * (len(plan) - len(found))
-        kept, more = factors(bowl, phase)
+    for kept, more in zip(*factors(bowl, before_divergence(bowl, plan)), strict=True):
         roots = kept * roots + np.sqrt(more) * generator.standard_normal(DIRECTIONS)
         found.append(float(np.square(roots).sum()))
-    return found
+    return found + [math.nan] * (len(plan) - len(found))
 
 
 def as_plan(value: Any, who: str) -> list[Phase]:
@@ -106,24 +101,30 @@ def as_plan(value: Any, who: str) -> list[Phase]:
         whole = all(phase.batch == batch and phase.steps == steps for phase, (batch, _, steps) in zip(plan, value, strict=True))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InvalidReturn(f"{who} {describe_value(value)} instead of a plan", cure) from None
-    fine = all(1 <= batch < 2**40 and 0 < rate < math.inf and 1 <= steps < 2**40 for batch, rate, steps in plan)
-    if not (whole and fine and 0 < len(plan) <= MOST_PHASES):
-        raise InvalidReturn(f"{who} something else than a plan of at most {MOST_PHASES} phases", cure)
+    wrong = [phase for phase in plan if not (1 <= phase.batch < 2**40 and 0 < phase.rate < math.inf and 1 <= phase.steps < 2**40)]
+    if wrong:
+        raise InvalidReturn(f"{who} a plan with {wrong[0]}", cure)
+    if not (whole and 0 < len(plan) <= MOST_PHASES):
+        raise InvalidReturn(f"{who} something else than a plan of 1 to {MOST_PHASES} phases with whole numbers", cure)
     return plan
 
 
 def runs(knowledge: tuple[list[Bowl], list[Job], int, float]) -> Callable[..., Any]:
     """What a hidden process knows of bowls. It is asked one of three things:
 
-    (case, plan): the losses of a run. (case,): the seconds of all runs so far. (): the bowls, and the seed.
+    (case, plan): the losses of a run. (case,): the seconds of all runs so far. (): the bowls, and the seed; nothing after that.
 
     knowledge: a bowl and a job for each case, the seed of the noise, and for how many times the job's seconds one may train.
     """
     bowls, jobs, seed, most = knowledge
-    spent, calls = [0.0] * len(bowls), [0] * len(bowls)
+    spent, calls, shown = [0.0] * len(bowls), [0] * len(bowls), False
 
     def answer(case: int | None = None, plan: Sequence[Phase] | None = None) -> Any:
+        nonlocal shown
+        if shown:
+            raise InvalidReturn("the bowls were asked for before all plans were there", "use `train` alone")
         if case is None:
+            shown = True
             return [(bowl.steepest, bowl.flattest, bowl.noise) for bowl in bowls], seed
         if plan is None:
             return spent[case]

@@ -29,14 +29,11 @@ BOUND = ("the best rate of a small batch, times the ratio of batches, lies beyon
 MISTAKES = {
     "plan-training": (
         Mistake("the largest batch", LAST, CONSTANT + "    return constant(math.ceil(100 * loaded), cliff / 2)", THROUGHPUT),
-        Mistake("one sample", LAST, CONSTANT + "    return constant(1, cliff / 2)", FEWEST),
         Mistake("one sample at its best rate", LAST,
                 CONSTANT + "    return min((constant(1, rate) for rate in rates), key=expected)", FEWEST),
         Mistake("the linear rule", LAST, CONSTANT + """    small = min((constant(1, rate) for rate in rates), key=expected)[0]
     batch = math.ceil(16 * loaded)
     return constant(batch, batch * small.rate)""", BOUND),
-        Mistake("the linear rule, from the cliff", LAST, CONSTANT + """    batch = math.ceil(loaded)
-    return constant(batch, batch * cliff / 2)""", BOUND),
         Mistake("equal steps", LAST, CONSTANT + """    steps = int(job.seconds / job.step_seconds(batches[-1]))
     batch, rate, _ = min(([Phase(*pair, steps)] for pair in product), key=expected)[0]
     return constant(batch, rate)""",
@@ -51,18 +48,9 @@ MISTAKES = {
                 "the highest rate that does not diverge learns fast and ends in noise: let the rate fall, or take a lower one"),
         Mistake("a rate that is too low", LAST, CONSTANT + "    return constant(math.ceil(loaded), cliff / 1000)",
                 "with a rate this low the flat directions learn nothing in this time, whatever the batch: go up to the cliff"),
-        Mistake("a rate that rises", LAST, CONSTANT + """    rates = [cliff * 2.0**-power for power in range(8, 0, -1)]
-    return [constant(math.ceil(loaded), rate, job.seconds / 8)[0] for rate in rates]""",
-                "the rate is highest at the end, where noise matters most: let it fall"),
         Mistake("one batch and one rate", LAST, CONSTANT + "    return min(every, key=expected)",
                 "no constant plan gets there: what helps early, a high rate and a small batch, leaves noise at the end. Use "
                 "several phases, with a rate that falls or a batch that grows", by=("half",)),
-        Mistake("a rate that falls alone", LAST, CONSTANT + """
-    falls = [[constant(batch, 0.9 * cliff * ratio**k, job.seconds / 10)[0] for k in range(10)]
-             for batch in batches[3:9] for ratio in (0.35, 0.45, 0.55, 0.65)]
-    return min(falls, key=expected)""",
-                "there are better plans: let the batch grow while the rate falls, and search for both factors together",
-                by=("best",)),
         Mistake("six runs", LAST, CONSTANT + "    for _ in range(6):\n        train(constant(1, cliff / 4))\n" + LAST,
                 "fit the bowl's numbers to few runs, and try plans with `expected_losses`, which costs nothing",
                 by=("few",)),
