@@ -187,7 +187,6 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "graph-trainer": "captured kept launches reads stall",
     "in-buckets": "order none",
     "samples-to-target": "never",
-    "plan-training": "few half",
     "bytes-sent": "kept",
     "place-ranks": "best default few some",
     "zigzag": "there",
@@ -250,8 +249,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-# processes, or long
-APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign", "plan-training"]
+APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign"]    # processes, or long
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])
