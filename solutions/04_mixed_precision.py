@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU: the CPU emulates FP8, with the same bits as a GPU |
 # | reading and doing | about two hours |
 # | computing | half a minute on two cores |
-# | you write | a dynamic loss scaler (5 lines), a cast to FP8 (2), an amax history (1), the scale that follows from it (2) |
+# | you write | a loss scaler (5 lines), a cast to FP8 (2), an amax history (1), its scale (2); optional: float16 training (35) |
 # | you measure | what vanishes in which format; loss curves in fp32, bf16 and FP8; and read the speeds of an H200 |
 #
 # Do [lesson 01](01_baseline.ipynb) first. Work in a copy: *File → Save Notebook As…*, `04_mixed_precision_mine.ipynb`.
@@ -913,7 +913,49 @@ lab.picture(format_figures.amax_and_limits(one[1:],
 # gradients grow, and rarely later. Then the cast clips a few numbers to a half or a third of their size, and training
 # hardly notices. A long history has its own price. After a spike the scale stays too small until the spike leaves the
 # history, and small numbers round to zero. Transformer Engine recommends 1024 steps.
+
+# %% [markdown]
+# ## Open task: train in float16
 #
+# *Optional, about 50 minutes. Nothing later needs it.* Your scaler is one piece of float16 training. Now write the whole step,
+# without `autocast`: master weights in float32, float16 copies for the loss, a loss scale, gradient accumulation, clipping, and
+# steps that are skipped. Ours has about 35 lines.
+#
+# **Contract**
+#
+# - `HalfTrainer(loss_of, weights, momentum, clip, scale, grow_after)`: `weights` is a dict of float32 tensors. Change them in
+#   place.
+# - `loss_of(halves, micro)` returns the mean loss of a micro-batch, in float32. `halves` has the names of `weights`, and
+#   float16 tensors.
+# - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches, as it is without a scale. If the norm of
+#   all gradients together is larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity + gradient,
+#   and weight = weight − rate · velocity. It returns the mean loss without the scale, a float32 tensor.
+# - If any gradient is not finite, the step changes no weight and no velocity. It halves the scale. After `grow_after` good steps
+#   in a row the scale doubles, and the count starts again at 0.
+# - `scale` is an attribute of your trainer, a number or a tensor: the scale of the next step. It starts as the `scale` that you
+#   are given.
+# - `update` below is a part of our answer. Yours need not have it.
+#
+# **Levels.** Each counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | how each step moves the weights (up to 1%, since float16 rounds), all losses, all scales |
+# | no stall | `step` waits for no value: it has no `.item()`, and no `if` on a tensor |
+# | one cast | a step casts each weight to float16 once, however many micro-batches it has |
+# | memory budget | at any time, at most 18 bytes per parameter, weights and velocities included |
+#
+# In one step, large gradients of two micro-batches cancel. In others, some gradients overflow and others do not.
+#
+# Start with correct. `lab.hint("half-trainer")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="half-trainer"
+from course.lab.exercises.lesson04_open_task import HalfTrainer  # noqa: F401
+
+# %%
+check("half-trainer")
+
+# %% [markdown]
 # ## Summary
 #
 # - Exponent bits set the range, mantissa bits the step size. bf16 has float32's range; fp16 has finer steps.

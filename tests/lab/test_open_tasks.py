@@ -11,12 +11,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from course.lab import notebook
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import all_exercises
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.exercises import (
+    lesson04_open_task,
     lesson05_open_task,
     lesson06_open_task,
     lesson07_open_task,
@@ -31,7 +33,14 @@ from course.lab.exercises import (
 )
 from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
-from course.lab.instruments import expert_placement, faulty_training, foreign_model, gpu_paths, simulated_sharding, unkind_machine
+from course.lab.instruments import (
+    expert_placement,
+    faulty_training,
+    foreign_model,
+    gpu_paths,
+    simulated_sharding,
+    unkind_machine,
+)
 from course.models import build_model, layers
 from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
@@ -191,6 +200,35 @@ def test_neighbors_are_those_of_the_mesh():
     for dim, (axis, pairs) in enumerate(zip(axes, gpu_paths.neighbors(axes), strict=True)):
         rows = [[*row, row[0]] if axis.ring and axis.size > 2 else row for row in mesh.groups(grid, dim).tolist()]
         assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for row in rows for pair in pairwise(row)}
+
+
+def test_float16_trains_like_float32_where_nothing_overflows():
+    """Half-precision training with its scale moves the weights like float32 training without one, as far as float16 is exact."""
+    inputs = lesson04_open_task.draw(3, False)
+    network = lesson04_open_task.Network(inputs)
+    velocities, found = {name: torch.zeros_like(weight) for name, weight in network.weights.items()}, []
+    for (_, what), micros, rate in zip(lesson04_open_task.STEPS, lesson04_open_task.batches(inputs), inputs["rates"].tolist(),
+                                       strict=True):
+        leaves = [weight.clone().requires_grad_() for weight in network.weights.values()]
+        total = torch.zeros(())
+        for micro in micros:
+            x = micro["x"].float()
+            for layer in range(lesson04_open_task.LAYERS):
+                x = (silu(x) if layer else x) @ leaves[2 * layer] + leaves[2 * layer + 1]
+            loss = micro["y"] * x if micro["linear"] else (x - micro["y"]).square()
+            total = total + lesson04_open_task.STRENGTH * loss.mean() / len(micros)
+        gradients = torch.autograd.grad(total, leaves)
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        before = torch.cat([leaf.detach().flatten() for leaf in leaves])
+        for (name, weight), gradient in zip(network.weights.items(), gradients, strict=True):
+            if what not in ("overflow", "opposite"):
+                clipped = gradient * min(1.0, float(inputs["clip"] / norm))
+                velocities[name] = float(inputs["momentum"]) * velocities[name] + clipped
+                weight -= rate * velocities[name]
+        found.append(torch.cat([weight.flatten() for weight in network.weights.values()]) - before)
+    moved = lesson04_open_task.run(inputs)["moved"]
+    assert check.difference(torch.stack(found), moved, 0.02) == ""
+    assert check.difference(torch.stack(found[:2]), moved[:2], 0.01) == ""
 
 
 def test_the_whole_block_is_the_block_with_breaks():

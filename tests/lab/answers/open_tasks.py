@@ -1716,9 +1716,172 @@ def order_step(units, limit, bandwidth):
     return ["gather", "forward", "backward", "free", "reduce"]
 '''
 
+
+SCALER_OF_PYTORCH = '''
+import torch
+
+class HalfTrainer:
+    """PyTorch's own scaler and optimizer."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.w, self.clip = loss_of, weights, clip
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=grow_after)
+        self.optimizer = torch.optim.SGD([w.requires_grad_() for w in weights.values()], lr=1.0, momentum=momentum)
+
+    @property
+    def scale(self):
+        return self.scaler.get_scale()
+
+    def step(self, micros, rate):
+        self.optimizer.param_groups[0]["lr"] = rate
+        losses = []
+        for micro in micros:
+            loss = self.loss_of({name: w.half() for name, w in self.w.items()}, micro)
+            self.scaler.scale(loss / len(micros)).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.w.values(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean()
+'''
+
+
+CASTS_IN_THE_GRAPH = '''
+import torch
+
+class HalfTrainer:
+    """The cast is part of the graph, so gradients arrive in float32."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.count = torch.full((), scale), torch.zeros((), dtype=torch.int64)
+        for w in weights.values():
+            w.requires_grad_()
+        self.v = [torch.zeros_like(w) for w in weights.values()]
+
+    def step(self, micros, rate):
+        mean = 0
+        for micro in micros:
+            loss = self.loss_of({name: w.to(torch.float16) for name, w in self.weights.items()}, micro) / len(micros)
+            (self.scale * loss).backward()
+            mean = mean + loss.detach()
+            del loss
+        with torch.no_grad():
+            square = sum((w.grad.double() / self.scale).square().sum() for w in self.weights.values())
+            fine = square.isfinite()
+            factor = torch.where(square.sqrt() > self.clip, self.clip / square.sqrt(), 1.0).float() / self.scale
+            for w, v in zip(self.weights.values(), self.v):
+                v.copy_(torch.where(fine, v * self.momentum + w.grad * factor, v))
+                w.sub_(torch.where(fine, rate * v, 0.0))
+                w.grad = None
+            self.count = torch.where(fine, self.count + 1, 0)
+            double = (self.count > 0) & (self.count % self.after == 0)
+            self.scale = self.scale * torch.where(fine, torch.where(double, 2.0, 1.0), 0.5)
+        return mean
+'''
+
+
+FLAT_HALVES = '''
+import torch
+
+class HalfTrainer:
+    """All weights end to end."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0)
+        self.v = torch.zeros(sum(w.numel() for w in weights.values()))
+
+    def pieces(self, flat):
+        sizes = [w.numel() for w in self.weights.values()]
+        return {name: x.view_as(w) for (name, w), x in zip(self.weights.items(), flat.split(sizes))}
+
+    def step(self, micros, rate):
+        flat = torch.cat([w.flatten() for w in self.weights.values()])
+        low = flat.half().requires_grad_()
+        total, gradient = torch.zeros(()), torch.zeros_like(flat)
+        for micro in micros:
+            loss = self.loss_of(self.pieces(low), micro)
+            gradient += torch.autograd.grad(loss * self.scale, low)[0].float()
+            total += loss.detach()
+        gradient = gradient / len(micros) / self.scale
+        norm = gradient.norm()
+        finite = gradient.isfinite().all()
+        v = self.momentum * self.v + gradient * torch.clamp(self.clip / norm, max=1)
+        self.v = torch.where(finite, v, self.v)
+        flat = torch.where(finite, flat - rate * v, flat)
+        for name, x in self.pieces(flat).items():
+            self.weights[name].copy_(x)
+        good = torch.where(finite, self.good + 1, 0)
+        self.scale = torch.where(finite, self.scale, self.scale / 2) * torch.where(good >= self.after, 2, 1)
+        self.good = torch.where(good >= self.after, 0, good)
+        return total / len(micros)
+'''
+
+
+HOOKED = '''
+import torch
+
+class HalfTrainer:
+    """The copies stay, hooks free each gradient at once, and what is infinite is found while it is added."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip, self.after = loss_of, weights, momentum, clip, grow_after
+        self.scale, self.good = torch.tensor(scale), torch.tensor(0)
+        self.halves = {name: torch.empty_like(w, dtype=torch.float16).requires_grad_() for name, w in weights.items()}
+        self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.sums = {name: torch.zeros_like(w) for name, w in weights.items()}
+        for name, half in self.halves.items():
+            half.register_post_accumulate_grad_hook(lambda half, total=self.sums[name]: self.add(half, total))
+
+    def add(self, half, total):
+        total.add_(half.grad)
+        half.grad = None
+
+    def step(self, micros, rate):
+        with torch.no_grad():
+            for name, half in self.halves.items():
+                half.copy_(self.weights[name])
+        losses = torch.zeros(len(micros))
+        for i, micro in enumerate(micros):
+            loss = self.loss_of(self.halves, micro)
+            loss.backward(self.scale)
+            losses[i] = loss.detach()
+        with torch.no_grad():
+            norm = torch.stack([x.norm() for x in self.sums.values()]).norm() / (self.scale * len(micros))
+            good = norm.isfinite()
+            factor = torch.minimum(self.clip / norm, torch.ones(())) / (self.scale * len(micros))
+            for name, x in self.sums.items():
+                x.mul_(factor).add_(self.v[name], alpha=self.momentum)
+                x.copy_(torch.where(good, x, self.v[name]))
+                self.v[name].copy_(x)
+                self.weights[name].sub_(x.mul_(good * rate))
+                x.zero_()
+            self.good.add_(1).mul_(good)
+            self.scale.mul_(torch.where(good, 1.0, 0.5)).mul_(torch.where(self.good == self.after, 2.0, 1.0))
+            self.good.mul_(self.good < self.after)
+        return losses.mean()
+'''
+
+ONE_BACKWARD = FLAT_HALVES.replace('''            gradient += torch.autograd.grad(loss * self.scale, low)[0].float()
+            total += loss.detach()
+''', '''            total = total + loss
+        gradient += torch.autograd.grad(total * self.scale, low)[0]
+        total = total.detach()
+''').replace("All weights end to end", "One backward pass for all micro-batches")
+
+STALE_HALVES = HOOKED.replace('''                half.copy_(self.weights[name])
+''', '''                if self.steps % 2 == 0:
+                    half.copy_(self.weights[name])
+        self.steps += 1
+''').replace("self.good = torch.tensor(scale),", "self.good, self.steps = torch.tensor(scale),").replace(
+    "torch.tensor(0)\n        self.halves", "torch.tensor(0), 0\n        self.halves")
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("half-trainer", SCALER_OF_PYTORCH, ("correct", "memory budget"), "waits for the device in each step"),
+    ("half-trainer", CASTS_IN_THE_GRAPH, ("correct", "no stall", "memory budget"), "cast them once before"),
+    ("half-trainer", FLAT_HALVES, ("correct", "no stall", "one cast"), "too much is alive at once"),
+    ("half-trainer", HOOKED, ("correct", "no stall", "one cast", "memory budget"), ""),
     ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
     ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
     ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
@@ -1775,6 +1938,10 @@ SCORED = [
 ]
 
 WRONG = [
+    ("half-trainer", ONE_BACKWARD, "float32 sum"),
+    ("half-trainer", STALE_HALVES, "for the first time"),
+    ("half-trainer", FLAT_HALVES.replace("gradient.isfinite().all()", "total.isfinite()"), ""),
+    ("half-trainer", HOOKED.replace("self.momentum)", "1)"), "for the first time"),
     ("whole-block", MASKED_AFTER, ""),
     ("whole-block", OTHER_GELU, ""),
     ("graph-trainer", NESTEROV, ""),
