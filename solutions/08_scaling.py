@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU. Lessons [00](00_start_here.ipynb), [01](01_baseline.ipynb) and [07](07_data_parallel.ipynb) |
 # | reading and doing | about 90 minutes |
 # | computing | 1.5 minutes on two cores |
-# | you write | the noise in a gradient (3 lines), two scaling rules (4), a learning-rate schedule (7), samples to a target (9) |
+# | you write | a gradient's noise (3 lines), scaling rules (4), a schedule (7), samples to a target (9); optional: a plan (60) |
 # | you measure | the noise in a gradient; the best learning rate, and samples, steps and time to a target, against the batch |
 #
 # Work in a copy: *File → Save Notebook As…*, `08_scaling_mine.ipynb`. The curves of this lesson come from {result: runs | d}
@@ -811,7 +811,70 @@ lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 # Two devices reach the target {result: two | .1f} times sooner, eight {result: eight | .1f}, sixteen {result: sixteen | .1f},
 # and 32 only {result: thirty_two | .1f} times. Throughput grew 32 times. With more GPUs than the critical batch can use, cut
 # the *model*: lessons 09 to 14.
+
+# %% [markdown]
+# ## Open task: plan a training run
 #
+# *Optional, about 60 minutes. Nothing later needs it.* You have a machine for a given time. Which batches and which learning
+# rates reach the lowest loss by then? You may train to find out, but every trial costs time as well. Ours has about 60 lines.
+#
+# To keep trials cheap, the loss is a quadratic bowl, and training is gradient descent with noise in each direction. A small
+# batch takes more steps in the same time. A large one has less noise.
+
+# %%
+from course.lab.instruments.noisy_bowl import Bowl, Job, Phase, expected_losses
+
+lab.show("course.lab.instruments.noisy_bowl.Bowl")
+lab.show("course.lab.instruments.noisy_bowl.Job")
+job = Job(latency=0.01, per_sample=0.001, seconds=10.0)
+bowl = Bowl(steepest=1.0, flattest=0.01, noise=1.0)
+
+
+def bowl_curve(batch: int, rate: float) -> tuple[list[float], list[float]]:
+    """Seconds and expected losses of a plan with one batch and one rate."""
+    steps = int(job.seconds / 50 / job.step_seconds(batch))
+    curve = [Phase(batch, rate, steps)] * 50
+    return ([job.seconds * (number + 1) / 50 for number in range(50)],
+            expected_losses(bowl, curve))
+
+
+bowl_curves = {f"batch {batch}, rate {rate:g}": bowl_curve(batch, rate)
+               for batch, rate in ((1, 0.5), (10, 0.5), (10, 0.05), (80, 0.5))}
+lab.picture(data_parallel.logarithmic(bowl_curves, "seconds", "expected loss",
+                                      "One bowl, one job, four constant plans"),
+            "Four falling curves. After ten seconds "
+            + ", ".join(f"{name} is at {curve[-1]:.2g}"
+                        for name, (_, curve) in bowl_curves.items()))
+
+# %% [markdown]
+# **Contract**
+#
+# - `plan_training(job, train)` returns a plan: a list of phases, `Phase(batch, rate, steps)`. It may take at most `job.seconds`.
+#   A step takes `job.step_seconds(batch)`.
+# - `train(plan)` trains once and returns the loss after each phase. Noise is different in each run. From a rate of 2 / steepest
+#   on, the cliff, a run diverges: its losses are NaN.
+# - The bowl is hidden, and each job has another one. All bowls have the form that you see above.
+# - All calls of `train` for a job take at most 200 times `job.seconds`, by the same clock.
+# - `expected_losses(bowl, plan)` is free to call, for any bowl that you make up. It is the mean over many runs.
+#
+# **Levels.** The check has two jobs or more, and looks at your plan's *expected* loss. Each level counts by itself, once the
+# first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | at most 1.5 times the loss of the best plan with one batch and one rate |
+# | half the loss | at most half of that plan's loss |
+# | 5 runs | all calls of `train` for a job take at most 5 times `job.seconds` |
+#
+# Start with correct. `lab.hint("plan-training")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="plan-training"
+from course.lab.exercises.lesson08_open_task import plan_training  # noqa: F401
+
+# %%
+check("plan-training")
+
+# %% [markdown]
 # ## Summary
 #
 # - A gradient is an estimate; its noise scale, measured at fixed weights, forecasts the useful batch roughly.

@@ -187,6 +187,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "graph-trainer": "captured kept launches reads stall",
     "in-buckets": "order none",
     "samples-to-target": "never",
+    "plan-training": "few half",
     "bytes-sent": "kept",
     "place-ranks": "best default few some",
     "zigzag": "there",
@@ -249,7 +250,8 @@ CONSTANT = {                                         # outputs of hidden inputs 
 }
 
 
-APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign"]    # processes, or long
+# processes, or long
+APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign", "plan-training"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])

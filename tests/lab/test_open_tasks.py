@@ -38,6 +38,7 @@ from course.lab.instruments import (
     faulty_training,
     foreign_model,
     gpu_paths,
+    noisy_bowl,
     simulated_sharding,
     unkind_machine,
 )
@@ -229,6 +230,24 @@ def test_float16_trains_like_float32_where_nothing_overflows():
     moved = lesson04_open_task.run(inputs)["moved"]
     assert check.difference(torch.stack(found), moved, 0.02) == ""
     assert check.difference(torch.stack(found[:2]), moved[:2], 0.01) == ""
+
+
+def test_the_bowls_expected_losses_are_means_of_its_runs():
+    """Of many runs, and of steps that are computed one by one."""
+    bowl = noisy_bowl.Bowl(2.0, 0.05, 0.5)
+    plan = [noisy_bowl.Phase(2, 0.6, 7), noisy_bowl.Phase(5, 0.2, 20)]
+    expected = noisy_bowl.expected_losses(bowl, plan)
+    generator = np.random.default_rng(0)
+    drawn = np.array([noisy_bowl.training_run(bowl, plan, generator) for _ in range(4000)])
+    assert drawn.mean(0) == pytest.approx(expected, rel=0.03)
+
+    curvature = np.array([2.0 * 0.025 ** (i / (noisy_bowl.DIRECTIONS - 1)) for i in range(noisy_bowl.DIRECTIONS)])
+    square = 2 / noisy_bowl.DIRECTIONS / curvature   # of each weight
+    for phase, loss in zip(plan, expected, strict=True):
+        for _ in range(phase.steps):
+            square = (1 - phase.rate * curvature) ** 2 * square + phase.rate**2 * bowl.noise * curvature / phase.batch
+        assert (curvature * square).sum() / 2 == pytest.approx(loss)
+    assert noisy_bowl.expected_losses(bowl, [plan[0], noisy_bowl.Phase(9, 1.0, 1), plan[1]])[1:] == [np.inf, np.inf]
 
 
 def test_the_whole_block_is_the_block_with_breaks():

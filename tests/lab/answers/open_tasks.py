@@ -1875,9 +1875,128 @@ STALE_HALVES = HOOKED.replace('''                half.copy_(self.weights[name])
 ''').replace("self.good = torch.tensor(scale),", "self.good, self.steps = torch.tensor(scale),").replace(
     "torch.tensor(0)\n        self.halves", "torch.tensor(0), 0\n        self.halves")
 
+
+TWO_STAGES = '''
+import math
+from course.lab.instruments.noisy_bowl import Phase
+
+def plan_training(job, train):
+    """All constant plans once; the best few often."""
+    top = 1e4
+    while math.isnan(train([(1, top, 1)])[0]):
+        top /= 1.1
+    loaded = job.latency / job.per_sample
+
+    def constant(batch, rate):
+        return [Phase(batch, rate, int(job.seconds / job.step_seconds(batch)))]
+
+    plans = [constant(max(1, int(loaded * 2.0**p)), top * 2.0**-q) for p in range(-2, 5) for q in range(7)]
+    plans.sort(key=lambda plan: train(plan)[-1])
+    return min(plans[:8], key=lambda plan: sum(train(plan)[-1] for _ in range(12)))
+'''
+
+
+GROWING_BATCHES = '''
+import math
+
+def plan_training(job, train):
+    """No search but for the cliff: from many small steps to few large ones."""
+    low, high = -10.0, 10.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        if math.isnan(train([(1, math.exp(middle), 1)])[-1]):
+            high = middle
+        else:
+            low = middle
+    plan, batch, rate = [], max(1.0, job.latency / job.per_sample / 3), 0.9 * math.exp(low)
+    for _ in range(10):
+        plan.append((round(batch), rate, int(job.seconds / 10 / job.step_seconds(round(batch)))))
+        batch, rate = batch * 1.5, rate * 0.75
+    return plan
+'''
+
+
+CLIMBED = '''
+import math
+import random
+
+def plan_training(job, train):
+    """Growing batches with falling rates, compared by runs: a mean of several for each change."""
+    draw, cliff = random.Random(1), 1e4
+    while math.isnan(train([(1, cliff, 1)])[0]):
+        cliff /= 1.05
+    loaded = job.latency / job.per_sample
+
+    def plan_of(first, growth, rate, fall):
+        plan = []
+        for k in range(8):
+            batch = max(1, min(10**6, round(first * growth**k)))
+            plan.append((batch, min(0.95, rate * fall**k) * cliff, max(1, int(job.seconds / 8 / job.step_seconds(batch)))))
+        while sum(n * job.step_seconds(b) for b, _, n in plan) > job.seconds:
+            plan.pop(0)
+        return plan or [(1, cliff / 9, 1)]
+
+    def score(x):
+        return sum(train(plan_of(*x))[-1] for _ in range(6))
+
+    at = [loaded / 2, 1.4, 0.8, 0.7]
+    least = score(at)
+    for _ in range(25):
+        other = [value * math.exp(draw.gauss(0, size)) for value, size in zip(at, (0.5, 0.15, 0.3, 0.15))]
+        if (value := score(other)) < least:
+            at, least = other, value
+    return plan_of(*at)
+'''
+
+
+FITTED = '''
+import math
+import numpy as np
+from course.lab.instruments.noisy_bowl import Bowl, Phase, expected_losses
+
+def plan_training(job, train):
+    """The bowl by a grid of guesses and the squares of logarithms; then each phase by itself."""
+    generator = np.random.default_rng(3)
+    edges = np.geomspace(1e-4, 1e4, 2000)
+    low, high = 0, len(edges) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if math.isnan(train([(1, float(edges[middle]), 1)])[0]) else (middle, high)
+    cliff, loaded = float(edges[low]), job.latency / job.per_sample
+    runs = []
+    for batch in (1, 1, math.ceil(8 * loaded), math.ceil(loaded)):
+        plan = [Phase(batch, 0.3 * cliff, max(1, int(job.seconds / 10 / job.step_seconds(batch))))] * 10
+        runs.append((plan, np.log(train(plan))))
+    guesses = [Bowl(2 / cliff, 2 / cliff / k, noise) for k in np.geomspace(30, 600, 14)
+               for noise in np.geomspace(0.05, 3, 18)]
+
+    def distance(bowl):
+        return sum(float(np.abs(np.log(expected_losses(bowl, plan)) - seen).sum()) for plan, seen in runs)
+
+    bowl = min(guesses, key=distance)
+    batches, rates = np.log(1 + loaded / 3 * 1.5 ** np.arange(12)), np.log(0.9 * cliff * 0.8 ** np.arange(12))
+
+    def plan_of(x):
+        sizes = [max(1, round(math.exp(min(b, 20)))) for b in x[:12]]
+        plan = [Phase(b, min(math.exp(r), 0.97 * cliff), int(job.seconds / 12 / job.step_seconds(b)))
+                for b, r in zip(sizes, x[12:])]
+        return [phase for phase in plan if phase.steps] or [Phase(1, cliff / 9, 1)]
+
+    at = np.concatenate([batches, rates])
+    least = expected_losses(bowl, plan_of(at))[-1]
+    for _ in range(1000):
+        other = at + 0.3 * generator.standard_normal(24) * (generator.random(24) < 0.2)
+        if (loss := expected_losses(bowl, plan_of(other))[-1]) < least:
+            at, least = other, loss
+    return plan_of(at)
+'''
+
 RIGHT: dict[str, str] = {}
 ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
+    ("plan-training", TWO_STAGES, ("correct",), "no constant plan gets there"),
+    ("plan-training", CLIMBED, ("correct", "half the loss"), "fit the bowl's numbers"),
+    ("plan-training", FITTED, ("correct", "half the loss", "5 runs"), ""),
     ("half-trainer", SCALER_OF_PYTORCH, ("correct", "memory budget"), "waits for the device in each step"),
     ("half-trainer", CASTS_IN_THE_GRAPH, ("correct", "no stall", "memory budget"), "cast them once before"),
     ("half-trainer", FLAT_HALVES, ("correct", "no stall", "one cast"), "too much is alive at once"),
@@ -1938,6 +2057,10 @@ SCORED = [
 ]
 
 WRONG = [
+    ("plan-training", GROWING_BATCHES.replace("batch * 1.5, rate * 0.75", "batch, rate"), "is noise"),
+    ("plan-training", GROWING_BATCHES.replace("0.9 * math", "0.001 * math"), "higher rate, or more steps"),
+    ("plan-training", GROWING_BATCHES.replace("0.9 * math", "1.1 * math"), "lies beyond the cliff"),
+    ("plan-training", GROWING_BATCHES.replace("job.seconds / 10", "job.seconds / 9"), "and round down"),
     ("half-trainer", ONE_BACKWARD, "float32 sum"),
     ("half-trainer", STALE_HALVES, "for the first time"),
     ("half-trainer", FLAT_HALVES.replace("gradient.isfinite().all()", "total.isfinite()"), ""),
