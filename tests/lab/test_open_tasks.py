@@ -42,6 +42,7 @@ from course.lab.instruments import (
     simulated_sharding,
     unkind_machine,
 )
+from course.lab.instruments.hidden_process import HiddenProcess
 from course.models import build_model, layers
 from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
@@ -230,6 +231,17 @@ def test_float16_trains_like_float32_where_nothing_overflows():
     moved = lesson04_open_task.run(inputs)["moved"]
     assert check.difference(torch.stack(found), moved, 0.02) == ""
     assert check.difference(torch.stack(found[:2]), moved[:2], 0.01) == ""
+
+
+def test_what_is_hidden_can_only_be_read_after_everything_else():
+    """An answer finds the process behind `train` and `measure`; once it has asked, nothing else that it asks is answered."""
+    knowledge = [noisy_bowl.Bowl(2.0, 0.05, 0.5)], [noisy_bowl.Job(0.01, 0.001, 10.0)], 0, 5.0
+    with HiddenProcess(noisy_bowl.runs, knowledge) as hidden:
+        assert len(hidden.ask(0, [noisy_bowl.Phase(2, 0.6, 7)])) == 1 and hidden.ask(0) > 0
+        assert hidden.ask() == ([(2.0, 0.05, 0.5)], 0)
+        for question in ((0, [noisy_bowl.Phase(2, 0.6, 7)]), (0,), ()):
+            with pytest.raises(InvalidReturn, match="before the answer was complete"):
+                hidden.ask(*question)
 
 
 def test_the_bowls_expected_losses_are_means_of_its_runs():

@@ -4,6 +4,8 @@
         hidden.ask("seconds", 3)                      # build(knowledge)("seconds", 3), computed there
 
 Only one end of a pipe is left on this side. `build` and what it returns live in the other process.
+
+A question without arguments is the check's own, for what the answer may not know: it is the last one that is answered.
 """
 
 import multiprocessing
@@ -55,13 +57,17 @@ def serve(build: Build, end: Connection, other: Connection) -> None:
     """The other process: answer until the pipe is closed."""
     other.close()
     torch.set_num_threads(1)
-    answer = build(end.recv())
+    answer, over = build(end.recv()), False
     while True:
         try:
             question = end.recv()
         except EOFError:
             return
         try:
+            if over:
+                raise InvalidReturn("what is hidden was asked for before the answer was complete",
+                                    "use only what the task hands to your function")
+            over = not question
             end.send(answer(*question))
         except InvalidReturn as error:
             end.send(error)

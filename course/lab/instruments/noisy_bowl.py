@@ -112,19 +112,15 @@ def as_plan(value: Any, who: str) -> list[Phase]:
 def runs(knowledge: tuple[list[Bowl], list[Job], int, float]) -> Callable[..., Any]:
     """What a hidden process knows of bowls. It is asked one of three things:
 
-    (case, plan): the losses of a run. (case,): the seconds of all runs so far. (): the bowls, and the seed; nothing after that.
+    (case, plan): the losses of a run. (case,): the seconds of all runs so far. (): the bowls, and the seed.
 
     knowledge: a bowl and a job for each case, the seed of the noise, and for how many times the job's seconds one may train.
     """
     bowls, jobs, seed, most = knowledge
-    spent, calls, shown = [0.0] * len(bowls), [0] * len(bowls), False
+    spent, calls = [0.0] * len(bowls), [0] * len(bowls)
 
     def answer(case: int | None = None, plan: Sequence[Phase] | None = None) -> Any:
-        nonlocal shown
-        if shown:
-            raise InvalidReturn("the bowls were asked for before all plans were there", "use `train` alone")
         if case is None:
-            shown = True
             return [(bowl.steepest, bowl.flattest, bowl.noise) for bowl in bowls], seed
         if plan is None:
             return spent[case]
