@@ -211,11 +211,8 @@ def main(of: str, file: Path) -> None:
                        "predicted_gb: by the code that measured; used_gb: what rank 0's GPU holds in all at the end, "
                        "reserved_gb: what PyTorch holds of it"}
     rows = gpu_pool.Rows(file, head, [row["name"] for row in todo], "name")
-    if file.exists():                                # an interrupted list goes on
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            if "ms" in row:
-                rows.add(row)
-    left = [row for row in todo if row["name"] not in {done["name"] for done in rows.rows}]
+    done = rows.resume("ms")
+    left = [row for row in todo if row["name"] not in done]
 
     def run(name: str, group: str) -> Row:
         program = ["-m", "experiments.heldout", "run", of, name]

@@ -11,6 +11,7 @@ compiler tries kernels.
 
 import gc
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def configurations(of: str) -> dict[str, Row]:
 def run_one(of: str, name: str, gpu: str) -> Row:
     """Measure one configuration in processes of its own."""
     program = ["-m", "experiments.least_memory"]
-    row = {"name": name, **gpu_pool.start([*program, "measure", of, name], gpu, timeout=240)}
+    row = {"name": name, "date": date.today().isoformat(), **gpu_pool.start([*program, "measure", of, name], gpu, timeout=240)}
     if "least_gb" in row:
         row |= planned(configurations(of)[name])
         row |= gpu_pool.start([*program, "start", of, name, str(row["others_gb"])], gpu, timeout=240)
@@ -111,7 +112,7 @@ def run_one(of: str, name: str, gpu: str) -> Row:
 
 
 def main(of: str, file: Path) -> None:
-    """Measure all configurations of a list for one GPU, side by side on all GPUs, and write the rows."""
+    """Measure what a file lacks of a list's configurations for one GPU, side by side on all GPUs, and add the rows."""
     gpus = gpu_pool.gpus_of("python -m experiments.least_memory", False)
     names = list(configurations(of))
     head = {**timing.machine(torch.device("cuda")), "command": f"python -m experiments.least_memory {of} FILE",
@@ -125,7 +126,8 @@ def main(of: str, file: Path) -> None:
         rows.add(row)
         print(json.dumps(row), flush=True)
 
-    gpu_pool.side_by_side(names, lambda name, gpu: run_one(of, name, gpu), gpus, done)
+    finished = rows.resume("starts")
+    gpu_pool.side_by_side([name for name in names if name not in finished], lambda name, gpu: run_one(of, name, gpu), gpus, done)
 
 
 if __name__ == "__main__":

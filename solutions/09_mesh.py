@@ -156,10 +156,11 @@ for order in ("pp-dp-cp-tp", "tp-cp-dp-pp"):
 # %% [markdown]
 # ## A real mesh
 #
-# This is the library's function around yours. It checks the sizes, lays the ranks out, and passes the box to PyTorch's
-# `DeviceMesh`, which makes a process group for every row. It returns **values**: `mesh.tp` is an `Axis` with a size, this
-# rank's position along it, the ranks along it, and the group. Functions that communicate take an `Axis` as an argument. There
-# is no global table of groups, so no code can read one that is not set up yet.
+# This is the library's function around yours. It checks the sizes, lays the ranks out, and makes a process group for every
+# row. NCCL keeps 0.7 to 1 GB of a GPU's memory for each group, so an axis of all ranks takes the group of all ranks. It
+# returns **values**: `mesh.tp` is an `Axis` with a size, this rank's position along it, the ranks along it, and the group.
+# Functions that communicate take an `Axis` as an argument. There is no global table of groups, so no code can read one that is
+# not set up yet.
 
 # %%
 lab.show("course.parallel.mesh.build_mesh")
@@ -594,39 +595,37 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
 # two network namespaces, and the same cable limited to 1 Gbit/s.
 #
 # > **Predict.** A link of 1 Gbit/s carries 0.125 GB/s. What bus bandwidth does an all-reduce of 64 MB reach? How many
-# > microseconds does one of 1 kB take there? And one of 1 MB on two H200s?
+# > microseconds does one of 1 kB take there? And on two H200s, whose NVLink carries 450 GB/s in each direction?
 
 # %%
 # GB/s, us, us: your predictions
 my_bandwidth, my_latency, my_h200 = 0.01, 10.0, 1.0
 
 # %%
-links = lab.results("comms_cpu")["links"]
-curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in link["rows"]
-                 if row["operation"] == "all-reduce"]
-          for name, link in links.items()}
+links = {**lab.results("comms_cpu")["links"], "2 H200s": lab.results("comms_2xh200")}
+rows = {name: [row for row in link["rows"] if row["operation"] == "all-reduce"]
+        for name, link in links.items()}
+curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in found]
+          for name, found in rows.items()}
 fits = {name: tuple(link["fits"]["all-reduce"].values())
         for name, link in links.items()}
-h200 = {int(gpus): points
-        for gpus, points in lab.results("kernels_h200")["all_reduce"].items()}
-curves |= {f"{gpus} H200s, NVLink": [(size, 2e-9 * (gpus - 1) / gpus * size / seconds)
-                                     for size, seconds in points]
-           for gpus, points in h200.items()}
-slow = [row for row in links["veth, 1 Gbit/s"]["rows"] if row["operation"]
-        == "all-reduce"]
+curves["4 H200s"] = [(size, 2e-9 * 3 / 4 * size / seconds)
+                     for size, seconds in lab.results("kernels_h200")["all_reduce"]["4"]]
+slow, fast = rows["veth, 1 Gbit/s"], rows["2 H200s"]
 lab.beside("64 MB, 1 Gbit/s", my_bandwidth, slow[-1]["bus_gb_s"], "GB/s", "recorded")
 lab.beside("1 kB, 1 Gbit/s", my_latency, slow[0]["us"], "us", "recorded")
-lab.beside("1 MB, 2 H200s", my_h200, 1e6 * h200[2][0][1], "us", "recorded")
+lab.beside("1 kB, 2 H200s", my_h200, fast[0]["us"], "us", "recorded")
 lab.picture(fabric.bandwidths(curves, fits),
             "Bus bandwidth over message size, both logarithmic. All curves rise in "
             "proportion to the size and then level off. The cable of 1 Gbit/s levels "
-            "off lowest, the H200s' NVLink more than a hundred times as high.")
+            "off lowest, the H200s' NVLink more than a thousand times as high.")
 
 # %% [markdown]
 # **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run
-# at the link's bandwidth. Where they meet, at latency × bandwidth bytes, a message reaches half the bandwidth. So collectives
-# are sent in buckets (lesson 07), and the planner needs two numbers for each link. `course bench comms` prints them in the
-# form of a hardware file.
+# at the link's bandwidth. Between the H200s the bandwidth is a thousand times that of the slow cable, and the latency is not:
+# a call first has to start a kernel on each GPU. Where the two ends meet, at latency × bandwidth bytes, a message reaches half
+# the bandwidth. So collectives are sent in buckets (lesson 07), and the planner needs two numbers for each link. `course bench
+# comms` prints them in the form of a hardware file.
 #
 # ## Open task: place the ranks
 #

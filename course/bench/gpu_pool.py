@@ -92,6 +92,14 @@ class Rows:
         self.file, self.head, self.order, self.key = file, head, list(order), key
         self.rows: list[Row] = []
 
+    def resume(self, measured: str) -> set[str]:
+        """Keep the rows of an interrupted run's file that have the value `measured`, and return their keys."""
+        if self.file.exists():
+            for row in json.loads(self.file.read_text(encoding="utf-8"))["rows"]:
+                if measured in row:
+                    self.add(row)
+        return {row[self.key] for row in self.rows}
+
     def add(self, row: Row) -> None:
         """Insert a row in order and rewrite the file. Raises `ValueError` if its key is not in `order`."""
         self.rows.append(row)

@@ -233,6 +233,8 @@ def fsdp(world: World, small: bool) -> Iterator[Row]:
             "ZeRO-3, two micro-batches": ["parallel.zero=3", f"train.micro_batch={1 if small else 4}"],
             "ZeRO-3, recomputed": ["parallel.zero=3", "train.recompute=full"],
             "ZeRO-3, FP8": ["parallel.zero=3", "precision=fp8"]}
+    if not small:                                   # a CPU has no graphs
+        ways |= {f"{name}, in a graph": [*ways[name], "graphs=true"] for name in ("ZeRO-3", "ZeRO-3, FP8")}
     for name, settings in ways.items():
         config = load("gpt-1.3b", [*base, *settings])
         training: Any = assemble(config, build_mesh(config.parallel, world))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from course.config.axes import AXES, check_shard
@@ -43,7 +42,7 @@ class Axis:
     name: str
     size: int = 1
     rank: int = 0                                  # my position along the axis
-    ranks: tuple[int, ...] = (0,)                  # the global ranks along it, in order
+    ranks: tuple[int, ...] = (0,)                  # the global ranks along it, ascending
     group: dist.ProcessGroup | None = None
 
 
@@ -333,12 +332,11 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     ranks = lay_out(sizes, parallel.order)
     if parallel.symmetric and world.device.type == "cuda":           # elsewhere it is done otherwise
         check_nodes(groups(ranks, AXES.index("tp")).tolist(), nodes(world.size), parallel.order)
-    grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
-    joint = grid["dp", "cp"]._flatten("dp_cp")
+    # cp has groups of its own: its messages must not queue behind the averages of gradients over the same ranks
+    axes = {name: new_axis(name, groups(ranks, dim), world, own=name == "cp") for dim, name in enumerate(AXES)}
+    dp_cp = replace(axes["dp"], name="dp_cp") if sizes["cp"] == 1 else new_axis("dp_cp", joint_groups(ranks), world)
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
-    dp_cp = _axis("dp_cp", joint)
-    return Mesh(world, ranks, {name: _axis(name, grid[name]) for name in AXES}, dp_cp, whole,
-                *split_replicas(ranks, dp_cp, parallel.shard, world))
+    return Mesh(world, ranks, axes, dp_cp, whole, *split_replicas(ranks, dp_cp, parallel.shard, world))
 
 
 def split_replicas(grid: Tensor, dp_cp: Axis, size: int, world: World) -> tuple[Axis, Axis]:
@@ -350,21 +348,29 @@ def split_replicas(grid: Tensor, dp_cp: Axis, size: int, world: World) -> tuple[
     return split_joint(grid, size, ("shard", "replicate"), world)
 
 
-def split_joint(grid: Tensor, size: int, names: tuple[str, str], world: World) -> tuple[Axis, Axis]:
+def split_joint(grid: Tensor, size: int, names: tuple[str, str], world: World, own: bool = False) -> tuple[Axis, Axis]:
     """Split dp x cp into groups of `size` neighbors, which divides it, and into the groups of ranks at the same place of theirs:
-    two axes of these names. All ranks call it together."""
-    lines = grid.permute(0, 3, 1, 2).flatten(2).unflatten(2, (-1, size)).flatten(0, 1)  # (pp x tp, groups, ranks of a group)
-    return (_new_axis(names[0], lines.reshape(-1, size), world),
-            _new_axis(names[1], lines.transpose(1, 2).reshape(-1, lines.shape[1]), world))
+    two axes of these names. own: whether the first must not share a process group. All ranks call it together."""
+    lines = joint_groups(grid).unflatten(1, (-1, size))                 # (pp x tp, groups, ranks of a group)
+    return (new_axis(names[0], lines.flatten(0, 1), world, own),
+            new_axis(names[1], lines.transpose(1, 2).flatten(0, 1), world))
 
 
-def _new_axis(name: str, lines: Tensor, world: World) -> Axis:
-    """This rank's axis of several, one for each row of global ranks. All ranks make all groups, in the same order."""
+def joint_groups(grid: Tensor) -> Tensor:
+    """The ranks of each group along dp x cp, (pp x tp, dp x cp), in ascending order: that is the order of a process group."""
+    return grid.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).sort(1).values
+
+
+def new_axis(name: str, lines: Tensor, world: World, own: bool = False) -> Axis:
+    """This rank's axis of several, one for each row of ascending global ranks; an axis of size 1 for a rank in none of the rows.
+    All ranks make all groups, in the same order.
+
+    NCCL keeps buffers for each process group. So an axis of all ranks takes the group of all, unless it is to have its `own`."""
     if lines.shape[1] == 1:
         return Axis(name, ranks=(world.rank,))
     made = Axis(name)
     for line in lines.tolist():
-        group = dist.new_group(line)
+        group = dist.group.WORLD if len(line) == world.size and not own else dist.new_group(line)
         if world.rank in line:
             made = Axis(name, len(line), line.index(world.rank), tuple(line), group)
     return made
@@ -392,10 +398,6 @@ def check_nodes(together: list[list[int]], names: list[str], order: str) -> None
             raise CourseError(f"parallel.overlap=symmetric joins GPUs of one node, and some of parallel.tp={len(line)} are on "
                               f"several ({where}; parallel.order={order}): start a multiple of {len(line)} on each node, block "
                               "by block (srun --distribution=block), or use parallel.overlap=nccl")
-
-
-def _axis(name: str, mesh: DeviceMesh) -> Axis:
-    return Axis(name, mesh.size(), mesh.get_local_rank(), tuple(mesh.mesh.flatten().tolist()), mesh.get_group())
 
 
 def _first_node() -> str:

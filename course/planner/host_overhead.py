@@ -52,23 +52,34 @@ class Cost:
 
 @dataclass(frozen=True)
 class Setting:
-    """A measured setting: kind of model, overrides, and the values of train.recompute measured in eager and compiled mode."""
+    """A measured setting: kind of model, overrides, and the values of train.recompute measured in eager and compiled mode.
+
+    beside: other settings that its overrides contain, whose costs are not its own."""
 
     kind: str
     overrides: tuple[str, ...]
     eager: tuple[str, ...] = PLAIN
     compiled: tuple[str, ...] = ()
     gpus: int = 1
+    beside: tuple[str, ...] = ()
 
 
+EXPERTS = ("model.experts=4", "model.top_k=2", "model.moe_every=1")
 SETTINGS = {
     "fp8": Setting("vit", ("precision=fp8",), RECOMPUTE, RECOMPUTE),
     "tf32": Setting("vit", ("precision=tf32",)),
     "rotary": Setting("gpt", ("model.position=rotary",)),
     "swiglu": Setting("gpt", ("model.mlp=swiglu",)),
     "rms": Setting("gpt", ("model.norm=rms",)),
+    "qk_norm": Setting("gpt", ("model.qk_norm=true",)),
+    "experts": Setting("gpt", EXPERTS, RECOMPUTE, PLAIN),
+    "shared experts": Setting("gpt", (*EXPERTS, "model.shared_experts=1"), compiled=PLAIN, beside=("experts",)),
     "dp": Setting("gpt", ("parallel.dp=2",), gpus=2),
-    "zero": Setting("gpt", ("parallel.dp=2", "parallel.zero=1"), gpus=2),
+    "zero 1": Setting("gpt", ("parallel.dp=2", "parallel.zero=1"), gpus=2),
+    "zero 2": Setting("gpt", ("parallel.dp=2", "parallel.zero=2"), compiled=PLAIN, gpus=2),
+    "zero 3": Setting("gpt", ("parallel.dp=2", "parallel.zero=3"), ("none", "full"), PLAIN, 2),
+    "zero 3 in fp8": Setting("gpt", ("parallel.dp=2", "parallel.zero=3", "precision=fp8"), compiled=PLAIN, gpus=2),
+    "ep": Setting("gpt", (*EXPERTS, "parallel.dp=2", "parallel.ep=2"), PLAIN, PLAIN, 2, ("experts", "dp")),
     "pp": Setting("gpt", ("parallel.pp=2", "parallel.schedule=1f1b"), gpus=2),
     "tp": Setting("gpt", ("parallel.tp=2", "parallel.sp=false"), compiled=PLAIN, gpus=2),
     "sp": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), gpus=2),
@@ -78,11 +89,8 @@ SETTINGS = {
     "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
     "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=PLAIN, gpus=2)}
-# settings that no table has so far, estimated: a block with experts calls about 110 operators instead of 52, and 22 more with a
-# shared expert, at the cost of the dense block's; norms of queries and keys call 12; an all-to-all of ep costs as much as an
-# all-reduce of tp
-ESTIMATED = {"experts": Cost(block=0.74), "shared": Cost(block=0.28), "qk_norm": Cost(block=0.15), "ep": Cost(block=0.67)}
-STEP = ("dp", "zero", "pp")                          # cost the same for eager and compiled blocks
+STEP = ("dp", "zero 1", "pp")                          # cost the same for eager and compiled blocks
+OUTSIDE = ("experts", "shared experts", "ep")           # run outside the compiled code
 FUSED = ("tf32", "rotary", "swiglu", "rms", "qk_norm")          # add no launches to compiled blocks
 # factors for a setting not measured with recomputation: half its cost is the forward pass, which runs again fully or in part
 AGAIN = {"none": 1.0, "selective": 1.25, "full": 1.5}
@@ -116,12 +124,14 @@ class Host:
         """What a setting adds to a step. If not measured compiled or with this recomputation: what it adds without."""
         if compiled and name in FUSED:
             return Cost()
-        if name in ESTIMATED:
-            return ESTIMATED[name] * AGAIN[recompute]
         kind = SETTINGS[name].kind
         ways = [(compiled, recompute), (compiled, "none"), (False, recompute), (False, "none")]
+        if name in OUTSIDE:
+            ways[1], ways[2] = ways[2], ways[1]
         fast, how = next((fast, how) for fast, how in ways if row_name(kind, name, fast, how) in self.rows)
         more = self.rows[row_name(kind, name, fast, how)] - self.rows[row_name(kind, "", fast, how)]
+        for other in SETTINGS[name].beside:
+            more = more - self.beyond(other, fast, how)
         return more if how == recompute or name in STEP else more * AGAIN[recompute]
 
 
@@ -132,7 +142,8 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
     with one. Symmetric memory makes one copy per tp rank. The interleaved schedule sends a micro-batch once per chunk.
     """
     m, p = config.model, config.parallel
-    if config.precision in ("fp8", "tf32"):
+    narrow = p.zero == 3 and config.precision == "fp8" and dp * p.cp > 1               # weights are gathered in 8 bits
+    if config.precision in ("fp8", "tf32") and not narrow:
         yield config.precision, 1.0
     if isinstance(m, GPTConfig):
         yield from ((name, 1.0) for name in (m.position, m.mlp, m.norm) if name in SETTINGS)
@@ -141,13 +152,10 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
         if m.experts:
             share = m.depth // m.moe_every / m.depth
             yield "experts", share
-            yield "shared", share * (m.shared_experts > 0)
+            yield "shared experts", share * (m.shared_experts > 0)
             yield "ep", share * (p.ep > 1)
     if dp * p.cp > 1:
-        yield "dp", 1.0
-        if p.zero:
-            yield "zero", 1.0
-            yield "dp", -1.0
+        yield "zero 3 in fp8" if narrow else f"zero {int(p.zero)}" if p.zero else "dp", 1.0
     if p.tp > 1:
         direct = p.symmetric and not uneven(config)
         way = "symmetric" if direct else "sp" if p.overlap == "none" else "nccl"

@@ -43,9 +43,9 @@ MIB = 2**20
 # cuBLAS workspace, in PyTorch's allocator: the default on Hopper (PyTorch, CUDA semantics, "cuBLAS workspaces")
 CUBLAS = 32 * MIB
 # bytes on an H200 that PyTorch does not count (results/gpt_h200.json, vit_h200.json, used_gb - reserved_gb): of a process with
-# its CUDA context and compiled code, 0.79 to 0.80 GB; more of captured graphs, 0.06 to 0.08; of an NCCL communicator, 0.70 and
-# 0.80 in two layouts on two GPUs (heldout_5_h200.json, 2-12 and 2-11)
-CONTEXT, GRAPHS, COMMUNICATOR = 804e6, 76e6, 0.8e9
+# its CUDA context and compiled code, 0.79 to 0.80 GB; more of captured graphs, 0.06 to 0.08; of an NCCL communicator, 0.68 to
+# 0.98, and of one between two stages of a pipeline 0.44 (communicators_2xh200.json)
+CONTEXT, GRAPHS, COMMUNICATOR, WIRE = 804e6, 76e6, 0.93e9, 0.44e9
 # what the allocator needs beyond the tensors that are predicted: 0.14 to 0.73 GB (least_memory_h200.json), which this covers
 FRAGMENTS, SHARE = 0.5e9, 0.02
 
@@ -170,18 +170,32 @@ def memory_at(moment: str, rank: Rank) -> Memory:
 def reserve(allocated: int, rank: Rank) -> int:
     """Bytes that a GPU needs beyond so many bytes of tensors: what PyTorch's allocator wastes, and what it never sees."""
     c = rank.config
-    others = activation_memory.foreign(rank) + c.graphs * GRAPHS + COMMUNICATOR * communicators(c)
+    nccl = COMMUNICATOR * communicators(c, rank.stage) + WIRE * wires(c, rank.stage)
+    others = activation_memory.foreign(rank) + c.graphs * GRAPHS + nccl
     return round(CONTEXT + others + FRAGMENTS + SHARE * allocated)
 
 
-def communicators(c: Config) -> int:
-    """The number of process groups in which a rank communicates, at most: NCCL keeps buffers for each, also where two have the
-    same ranks. All ranks; each axis; dp x cp, and its parts; a pipeline's neighbors, and its ends if they share a weight."""
+def communicators(c: Config, stage: int) -> int:
+    """The number of process groups in which a rank communicates, a pipeline's messages aside: NCCL keeps buffers for each.
+
+    All ranks; each axis that has not all of them; cp and ep in any case (`parallel.mesh.new_axis`); dp x cp, and its parts; a
+    pipeline's ends, if they share a weight."""
     p = c.parallel
-    axes = sum(size > 1 for size in (p.dp, p.tp, p.cp, p.pp, p.ep))
-    joint = max(p.dp, 1) * p.cp
-    replicas = 2 * (1 < p.shard < joint)
-    return 0 if joint * p.tp * p.pp == 1 else 1 + axes + (joint > 1) + replicas + min(p.pp - 1, 2) + (p.pp > 2)
+    dp = max(p.dp, 1)
+    joint, everyone = dp * p.cp, dp * p.cp * p.tp * p.pp
+    ends = p.pp > 2 and stage in (0, p.pp - 1) and getattr(c.model, "tied", False)
+    alone = [p.pp, dp, p.tp, joint if p.cp > 1 else 1]
+    parts = [p.shard, joint // p.shard] if 1 < p.shard < joint else []
+    experts = [joint // p.ep] if p.ep > 1 else []
+    return (everyone > 1) + sum(1 < size < everyone for size in alone + parts + experts) + (p.cp > 1) + (p.ep > 1) + ends
+
+
+def wires(c: Config, stage: int) -> int:
+    """The number of process groups through which a pipeline's rank sends and receives: two for each of its neighbors."""
+    p = c.parallel
+    if p.pp == 1:
+        return 0
+    return 4 if p.chunks > 1 or 0 < stage < p.pp - 1 else 2
 
 
 def under_way(rank: Rank, moment: str) -> tuple[float, float]:

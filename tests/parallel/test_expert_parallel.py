@@ -22,7 +22,7 @@ FAST = ["dp=2 ep=2", "cp=2 tp=2 sp=true ep=2", "dp=2 ep=2 dispatch=gather"]
 LAYOUTS = ["dp=2", "cp=2 ep=2", "dp=4 ep=2 bucket_mb=0.01", "dp=4 ep=2 zero=1", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=4 zero=2",
            "dp=2 tp=2 ep=2", "dp=2 tp=2 sp=true ep=2", "dp=4 ep=4 zero=3 dispatch=gather",
            "dp=2 tp=2 sp=true ep=2 zero=1 dispatch=gather", "pp=2 dp=2 ep=2 micro=2 dispatch=gather",
-           f"pp=2 dp=2 ep=2 {INTERLEAVED}"]
+           f"pp=2 dp=2 ep=2 {INTERLEAVED}", "dp=4 cp=2 ep=4 order=pp-cp-dp-tp"]
 TRIPLES = ["dp=2 cp=2 tp=2 sp=true ep=4 zero=1", "pp=2 dp=2 tp=2 sp=true ep=2 zero=3 micro=2",
            "pp=2 dp=2 cp=2 ep=2 micro=2 order=cp-pp-tp-dp"]
 OTHER = ["dp=2 ep=2", "dp=4 ep=2 dispatch=gather",

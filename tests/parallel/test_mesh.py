@@ -1,6 +1,7 @@
 import math
 import os
 from dataclasses import replace
+from itertools import permutations
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from course.config import Parallel
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, World, build_mesh, join, parallelize
-from course.parallel.mesh import check_nodes, groups, lay_out, nodes
+from course.parallel.mesh import AXES, check_nodes, groups, lay_out, nodes, split_joint
 from course.parallel.placement import box_shape
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
@@ -84,7 +85,7 @@ def test_symmetric_memory_is_refused_where_it_would_go_over_nodes(monkeypatch):
         monkeypatch.setattr(mesh, "nodes", lambda size: names)
         return World(size=size, device=torch.device("cuda"))
 
-    monkeypatch.setattr(mesh, "DeviceMesh", built)
+    monkeypatch.setattr(mesh, "new_axis", built)
     layout = Parallel(tp=4, sp=True, overlap="symmetric")
     with pytest.raises(CourseError, match=r"some of parallel.tp=4 are on several \(rank 4 on n0, .*n1, .* multiple of 4"):
         build_mesh(layout, on(6, 12))
@@ -134,3 +135,42 @@ def test_ranks_are_laid_out_in_the_order_asked_for(order, tp, pp):
     grid = lay_out({"pp": 2, "dp": 2, "cp": 1, "tp": 2}, order)
     assert grid.shape == (2, 2, 1, 2)
     assert groups(grid, 3).tolist() == tp and groups(grid, 0).tolist() == pp
+
+
+@pytest.mark.parametrize("order", ["-".join(order) for order in permutations(AXES)])
+def test_a_rank_is_at_the_same_place_of_an_axis_and_of_its_process_group(order, monkeypatch):
+    """A process group numbers its ranks in ascending order, in whatever order it is given them."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda line: made.append(line))
+    grid = lay_out({"pp": 2, "dp": 4, "cp": 2, "tp": 1}, order)
+    for rank in range(16):
+        axes = split_joint(grid, 4, ("a", "b"), World(rank, 16))
+        assert [axis.size for axis in axes] == [4, 2]
+        assert all(axis.ranks[axis.rank] == rank for axis in axes)
+    assert len(made) == 16 * (4 + 8) and all(line == sorted(line) for line in made)
+
+
+def places(order: str) -> list[tuple[int, ...]]:
+    """Where this rank is along each axis: by the axis, by its process group, and by its list of ranks."""
+    mesh = build_mesh(Parallel(dp=2, cp=2, order=order), join("cpu"))
+    return [(axis.rank, dist.get_rank(axis.group), axis.ranks.index(mesh.world.rank), *axis.ranks)
+            for axis in (*mesh.axes.values(), mesh.dp_cp, mesh.shard, mesh.all) if axis.size > 1]
+
+
+def test_dp_cp_has_ascending_ranks_where_cp_is_slower_than_dp():
+    for found in ranks(4)(places, "pp-cp-dp-tp"):
+        assert all(axis == group == position for axis, group, position, *_ in found)
+        assert found[-1][3:] == found[-2][3:] == found[-3][3:] == (0, 1, 2, 3)
+
+
+def which_groups(settings: dict) -> list[bool]:
+    """Whether dp, cp, tp and dp x cp have the process group of all ranks."""
+    mesh = build_mesh(Parallel(**settings), join("cpu"))
+    return [axis.group is dist.group.WORLD for axis in (mesh.dp, mesh.cp, mesh.tp, mesh.dp_cp)]
+
+
+@pytest.mark.parametrize(("settings", "shared"), [
+    ({"dp": 2}, [True, False, False, True]), ({"tp": 2}, [False, False, True, False]),
+    ({"cp": 2}, [False, False, False, True])])
+def test_axes_of_all_ranks_share_a_process_group_but_cp_does_not_queue_behind_gradients(settings, shared):
+    assert ranks(2)(which_groups, settings) == [shared] * 2

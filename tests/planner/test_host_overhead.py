@@ -96,6 +96,27 @@ def test_what_a_table_lacks_is_taken_from_the_nearest_row_that_it_has():
         del rows[row]
 
 
+def test_what_runs_outside_the_compiled_code_costs_with_recomputation_what_it_costs_eagerly():
+    rows = dict(made_up().rows)
+    rows["gpt, experts, selective"] += Cost(block=7e5)
+    moe = ["model.experts=4", "model.top_k=2", "model.moe_every=1", "compile=true", "train.recompute=selective"]
+    asked = load("gpt-124m", [*FEW, *moe])
+    assert Host(rows, 1.0).seconds(asked, 1, 1, 1) == pytest.approx(2.5e5 + 100 + bit("experts") + 7e5)
+
+
+def test_a_row_with_several_settings_counts_what_is_its_own():
+    """The rows of shared experts and of ep contain experts, and ep's the average of gradients."""
+    moe = ["model.experts=4", "model.top_k=2", "model.moe_every=1"]
+    assert blocks_of(moe) == pytest.approx(2e5 + bit("experts"))
+    assert blocks_of([*moe, "model.shared_experts=1"]) == pytest.approx(2e5 + bit("shared experts"))
+    assert blocks_of([*moe, "parallel.dp=2", "parallel.ep=2"], dp=2) == pytest.approx(2e5 + bit("ep"))
+
+
+def test_weights_gathered_in_eight_bits_were_measured_with_fp8():
+    assert blocks_of(["parallel.zero=3", "precision=fp8"], dp=2) == pytest.approx(2e5 + bit("zero 3 in fp8"))
+    assert blocks_of(["parallel.zero=1", "precision=fp8"], dp=2) == pytest.approx(2e5 + bit("zero 1") + bit("fp8"))
+
+
 def test_each_bucket_of_gradients_costs_the_same():
     cost = Cost(block=1.0, bucket=0.5)
     found = Host({"gpt": Cost(), "gpt, dp": cost}, 2.0)
@@ -113,9 +134,10 @@ def test_buckets_are_counted(settings, gpus, number):
 
 
 @pytest.mark.parametrize(("settings", "dp", "more"), [
-    (["parallel.zero=true"], 2, {"zero": 1}),
+    (["parallel.zero=true"], 2, {"zero 1": 1}),
+    (["parallel.zero=3"], 2, {"zero 3": 1}),
     (["parallel.cp=2", "parallel.context=gather"], 1, {"causal gather": 1}),
-    (["parallel.cp=2", "parallel.zero=true", "parallel.context=all_to_all"], 1, {"all_to_all": 1, "zero": 1, "dp": -1}),
+    (["parallel.cp=2", "parallel.zero=true", "parallel.context=all_to_all"], 1, {"all_to_all": 1, "zero 1": 1, "dp": -1}),
     (["parallel.cp=4", "parallel.context=ring"], 1, {"ring": 3, "dp": -2}),
     (["parallel.cp=4"], 1, {"all_to_all": 1, "dp": 0}),
     (["parallel.pp=4", "parallel.chunks=3", "parallel.schedule=interleaved"], 1, {"pp": 3}),

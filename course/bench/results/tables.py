@@ -416,12 +416,13 @@ TABLES = {
                    Column("ms, predicted", ".1f", partial(fsdp_prediction, "predicted_ms")),
                    at("GB", ".1f", FSDP, "{0}", "memory_gb"),
                    Column("GB, predicted", ".1f", partial(fsdp_prediction, "predicted_gb")),
-                   at("communication without computation, ms", ".1f", FSDP, "{0}", "exposed_ms")], {
+                   Column("communication without computation, ms", ".1f", partial(if_recorded, FSDP, field="exposed_ms"))], {
         "ZeRO-1": ("ZeRO-1",), "ZeRO-2": ("ZeRO-2",), "ZeRO-3": ("ZeRO-3",),
         "ZeRO-3, `reduce_in=matmul`": ("ZeRO-3, gradients in bf16",),
         "ZeRO-3, `reshard_after=step`": ("ZeRO-3, weights kept for the step",),
         "ZeRO-3, two micro-batches": ("ZeRO-3, two micro-batches",), "ZeRO-3, recomputed": ("ZeRO-3, recomputed",),
-        "ZeRO-3, FP8": ("ZeRO-3, FP8",),
+        "ZeRO-3, in a graph": ("ZeRO-3, in a graph",), "ZeRO-3, FP8": ("ZeRO-3, FP8",),
+        "ZeRO-3, FP8, in a graph": ("ZeRO-3, FP8, in a graph",),
         "`fully_shard`, float32 gradients": ("fully_shard, gradients in float32",),
         "`fully_shard`, bf16 gradients": ("fully_shard, gradients in bfloat16",)}),
     "experts": Table([Column(f"{gpus} GPU{'s' * (gpus > 1)}: {header}", ".1f", partial(of_experts, gpus, field))

@@ -118,7 +118,7 @@ def carve(mesh: Mesh, size: int) -> tuple[Axis, Axis]:
     Raises `CourseError` if `size` does not divide dp x cp. All ranks call it together.
     """
     check_ep(size, mesh.dp_cp.size)
-    return (Axis("ep"), mesh.dp_cp) if size == 1 else split_joint(mesh.grid, size, ("ep", "expert_dp"), mesh.world)
+    return (Axis("ep"), mesh.dp_cp) if size == 1 else split_joint(mesh.grid, size, ("ep", "expert_dp"), mesh.world, own=True)
 
 
 def apply_expert_parallel(model: Model, placements: Placements, mesh: Mesh, settings: "Parallel",

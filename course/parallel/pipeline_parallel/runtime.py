@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course.models.interface import Model, Stream
-from course.parallel.mesh import Axis, Mesh
+from course.parallel.mesh import Mesh, new_axis
 from course.parallel.pipeline_parallel.schedules import Pass, alive, before, passes_of
 from course.parallel.placement import Placements
 from course.utils.errors import CourseError
@@ -271,12 +271,8 @@ def make_wires(mesh: Mesh, chunks: int) -> dict[Wire, dist.ProcessGroup]:
 
 def tie_ends(placements: Placements, tied: set[nn.Parameter], mesh: Mesh) -> None:
     """Weights that the first and the last stage share: each stage has a part of the gradient, the first one owns them."""
-    ends = None
-    for line in mesh.lines("pp"):
-        group = dist.new_group([line[0], line[-1]])
-        if mesh.world.rank in (line[0], line[-1]):
-            ends = Axis("ends", 2, int(mesh.pp.rank > 0), (line[0], line[-1]), group)
-    for parameter in tied if ends else ():
+    ends = mesh.pp if mesh.pp.size == 2 else new_axis("ends", torch.tensor(mesh.lines("pp"))[:, [0, -1]], mesh.world)
+    for parameter in tied if ends.size > 1 else ():
         where = placements[parameter]
         if where.partial_over is not None:
             raise CourseError(f"the first and the last stage share {where.name}, and tp has parts of its gradient as well: "
