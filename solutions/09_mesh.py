@@ -609,8 +609,8 @@ curves = {name: [(row["bytes"], row["bus_gb_s"]) for row in found]
           for name, found in rows.items()}
 fits = {name: tuple(link["fits"]["all-reduce"].values())
         for name, link in links.items()}
-curves["4 H200s"] = [(size, 2e-9 * 3 / 4 * size / seconds)
-                     for size, seconds in lab.results("kernels_h200")["all_reduce"]["4"]]
+four = lab.results("kernels_h200")["all_reduce"]["4"]
+curves["4 H200s"] = [(size, 2e-9 * 3 / 4 * size / seconds) for size, seconds in four]
 slow, fast = rows["veth, 1 Gbit/s"], rows["2 H200s"]
 lab.beside("64 MB, 1 Gbit/s", my_bandwidth, slow[-1]["bus_gb_s"], "GB/s", "recorded")
 lab.beside("1 kB, 1 Gbit/s", my_latency, slow[0]["us"], "us", "recorded")
