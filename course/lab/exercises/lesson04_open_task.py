@@ -161,7 +161,8 @@ def draw(seed: int, hidden: bool) -> Tensors:
     for layer in range(LAYERS):
         found[f"w{layer}"] = random_inputs.normal(generator, width, width).float() * (2 / width) ** 0.5
         found[f"b{layer}"] = 0.1 * random_inputs.normal(generator, width).float()
-    grow_after, scale = 2 + int(torch.randint(2, (), generator=generator)), 2.0 ** int(torch.randint(13, 16, (), generator=generator))
+    grow_after = 2 + int(torch.randint(2, (), generator=generator))
+    scale = 2.0 ** int(torch.randint(13, 16, (), generator=generator))
     kinds = kinds_of_steps(generator, grow_after)
     steps = [drawn_step(generator, kind, scale, samples, width, number)
              for number, (kind, scale) in enumerate(zip(kinds, scales_of_steps(kinds, scale, grow_after), strict=True))]
@@ -263,7 +264,8 @@ def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
     special = SPECIAL[kinds[first]]
     if first and kinds[first - 1] in BAD and kinds[first] not in BAD:
         special = f"nothing may be left of the overflow in the step before, and velocities are as they were before it; {special}"
-    return f"the weights move wrongly for the first time in step {first + 1}{factor(expected['moved'][first], got['moved'][first])}: {special}"
+    how_far = factor(expected["moved"][first], got["moved"][first])
+    return f"the weights move wrongly for the first time in step {first + 1}{how_far}: {special}"
 
 
 def factor(expected: Tensor, got: Tensor) -> str:
@@ -305,7 +307,7 @@ EXERCISES = [
                 "One infinity or NaN in any gradient makes the norm of all gradients infinite or NaN. So one flag tells whether "
                 "the step is bad, for all parameters alike: `~norm.isfinite()`. It stays a tensor. Compute the new state, and "
                 "choose with `torch.where`: a product of NaN and 0 is NaN.",
-                "Cast once before the micro-batches. `torch.autograd.grad` returns the copies' gradients, in float16: add each to "
-                "a float32 sum. (`backward` adds to `.grad` in float16; set it to None after each micro-batch.) Drop the copies "
-                "before the update, and update one parameter after the other, so that few temporary tensors are alive.")),
+                "Cast once before the micro-batches. `torch.autograd.grad` returns the copies' gradients, in float16: add each "
+                "to a float32 sum. (`backward` adds to `.grad` in float16; set it to None after each micro-batch.) Drop the "
+                "copies before the update, and update one parameter after the other, so that few temporary tensors are alive.")),
 ]

@@ -8,7 +8,8 @@ ZEROS = """        sums = {name: torch.zeros_like(weight) for name, weight in se
         for micro in micros:
 """
 MICRO = "            loss = self.loss_of(halves, micro)\n"
-LOOP = "            for name, gradient in zip(halves, torch.autograd.grad(loss * self.scale, list(halves.values())), strict=True):\n"
+LOOP = ("            for name, gradient in zip(halves, torch.autograd.grad(loss * self.scale, list(halves.values())), "
+        "strict=True):\n")
 ADD = "                sums[name] += gradient\n"
 TOTAL = "            total += loss.detach()\n"
 FREE = "        del halves, gradient\n"
@@ -78,16 +79,18 @@ MISTAKES = {
                 "[(self.momentum * self.velocities[name] + x).norm() for name, x in sums.items()]).norm())") + EACH +
                 "            new = (self.momentum * velocity + sums[name]) * factor\n",
                 "clip the gradient, not the velocity: the velocity may become larger than `clip`", by=("moved",)),
-        Mistake("each micro-batch clipped", LOOP + ADD, """            every = torch.autograd.grad(loss * self.scale, list(halves.values()))
+        Mistake("each micro-batch clipped", LOOP + ADD, """
+            every = torch.autograd.grad(loss * self.scale, list(halves.values()))
             size = torch.stack([x.float().norm() for x in every]).norm() / self.scale
             for name, gradient in zip(halves, every, strict=True):
                 sums[name] += gradient.float() * (self.clip / size).clamp(max=1.0)
             del every
 """, "clip once in a step, the mean over all micro-batches: here each micro-batch is clipped before", by=("moved",)),
-        Mistake("divided by the next scale", PARTS + UNSCALE, """            bad = ~torch.stack([x.isfinite().all() for x in sums.values()]).all()
+        Mistake("divided by the next scale", PARTS + UNSCALE, """
+        bad = ~torch.stack([x.isfinite().all() for x in sums.values()]).all()
         grows = self.good + 1 == self.grow_after
         scale = torch.where(bad, self.scale / 2, torch.where(grows, self.scale * 2, self.scale))
-""".replace("            bad", "        bad", 1) + PARTS + UNSCALE.replace("self.scale", "scale"),
+""" + PARTS + UNSCALE.replace("self.scale", "scale"),
                 "the step in which the scale grows moves the weights half as far: divide by the scale of this step, and change "
                 "the scale afterwards", by=("moved",)),
         Mistake("infinity alone", "~norm.isfinite()", "norm.isinf()",
