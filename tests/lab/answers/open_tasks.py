@@ -2131,7 +2131,7 @@ WRONG = [
     ("half-trainer", STALE_HALVES, "for the first time"),
     ("half-trainer", FLAT_HALVES.replace("gradient.isfinite().all()", "total.isfinite()"), ""),
     ("half-trainer", HOOKED.replace("self.momentum)", "1)"), "for the first time"),
-    ("half-trainer", LISTED.replace(FINITE, ONLY.format(1)), "one parameter's gradient"),
+    ("half-trainer", LISTED.replace(FINITE, ONLY.format(1)), "for the first time"),
     ("half-trainer", LISTED.replace(FINITE, ONLY.format(2)), "for the first time"),
     ("half-trainer", LISTED.replace(FINITE, "ok = norm * self.scale < 65504"), "compute the norm in float32"),
     ("half-trainer", LISTED.replace(FINITE, "self.n = getattr(self, 'n', 0) + 1; ok = torch.tensor(self.n not in (6, 8))"), None),
