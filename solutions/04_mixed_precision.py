@@ -945,7 +945,9 @@ lab.picture(format_figures.amax_and_limits(one[1:],
 # | one cast | a step casts each weight to float16 once, however many micro-batches it has |
 # | memory budget | at any time, at most 18 bytes per parameter, weights and velocities included |
 #
-# In one step, large gradients of two micro-batches cancel. In others, some gradients overflow and others do not.
+# The steps come in an order that is drawn for each check. In one, large gradients of two micro-batches cancel. In others, one
+# number of one gradient overflows. In good steps, too, the scaled loss may be larger than 65,504, or the norm of the scaled
+# gradients: compute both in float32.
 #
 # Start with correct. `lab.hint("half-trainer")` opens the first of three hints, and each further call opens the next one.
 

@@ -864,6 +864,7 @@ lab.picture(data_parallel.logarithmic(bowl_curves, "seconds", "expected loss",
 # |---|---|
 # | correct | at most 1.5 times the loss of the best plan with one batch and one rate |
 # | half the loss | at most half of that plan's loss |
+# | near the best | at most 1.3 times the loss of the best plan of ten phases whose batches and rates grow by constant factors |
 # | 5 runs | all calls of `train` for a job take at most 5 times `job.seconds` |
 #
 # Start with correct. `lab.hint("plan-training")` opens the first of three hints, and each further call opens the next one.

@@ -206,31 +206,54 @@ def test_neighbors_are_those_of_the_mesh():
 
 def test_float16_trains_like_float32_where_nothing_overflows():
     """Half-precision training with its scale moves the weights like float32 training without one, as far as float16 is exact."""
-    inputs = lesson04_open_task.draw(3, False)
-    network = lesson04_open_task.Network(inputs)
+    task = lesson04_open_task
+    inputs = task.draw(3, False)
+    network, momentum, clip = task.Network(inputs), float(inputs["momentum"]), float(inputs["clip"])
     velocities, found = {name: torch.zeros_like(weight) for name, weight in network.weights.items()}, []
-    for (_, what), micros, rate in zip(lesson04_open_task.STEPS, lesson04_open_task.batches(inputs), inputs["rates"].tolist(),
-                                       strict=True):
+    for kind, micros, rate in zip(inputs["kinds"].tolist(), task.batches(inputs), inputs["rates"].tolist(), strict=True):
         leaves = [weight.clone().requires_grad_() for weight in network.weights.values()]
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for micro in micros:
             x = micro["x"].float()
-            for layer in range(lesson04_open_task.LAYERS):
+            for layer in range(task.LAYERS):
                 x = (silu(x) if layer else x) @ leaves[2 * layer] + leaves[2 * layer + 1]
             loss = micro["y"] * x if micro["linear"] else (x - micro["y"]).square()
-            total = total + lesson04_open_task.STRENGTH * loss.mean() / len(micros)
+            spikes = sum(leaf.flatten()[-1] * spike for leaf, spike in zip(leaves, micro["spikes"], strict=True))
+            total = total + (micro["strength"] * loss.mean() + spikes) / len(micros)
         gradients = torch.autograd.grad(total, leaves)
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        before = torch.cat([leaf.detach().flatten() for leaf in leaves])
+        before = {name: weight.clone() for name, weight in network.weights.items()}
         for (name, weight), gradient in zip(network.weights.items(), gradients, strict=True):
-            if what not in ("overflow", "opposite"):
-                clipped = gradient * min(1.0, float(inputs["clip"] / norm))
-                velocities[name] = float(inputs["momentum"]) * velocities[name] + clipped
+            if task.KINDS[kind] not in task.BAD:
+                velocities[name] = momentum * velocities[name] + gradient * min(1.0, clip / float(norm))
                 weight -= rate * velocities[name]
-        found.append(torch.cat([weight.flatten() for weight in network.weights.values()]) - before)
-    moved = lesson04_open_task.run(inputs)["moved"]
-    assert check.difference(torch.stack(found), moved, 0.02) == ""
-    assert check.difference(torch.stack(found[:2]), moved[:2], 0.01) == ""
+        moves = {name: weight - before[name] for name, weight in network.weights.items()}
+        moves["w0"][:task.FAINT] /= task.FAINTER
+        found.append(torch.cat([move.flatten() for move in moves.values()]))
+    assert check.difference(torch.stack(found), task.run(inputs)["moved"], task.TOLERANCE) == ""
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_float16_steps_are_of_every_kind(seed, hidden):
+    """Whatever the seed: some steps are clipped and some not, and the scale grows after one that is not."""
+    task = lesson04_open_task
+    inputs = task.draw(seed, hidden)
+    kinds = [task.KINDS[kind] for kind in inputs["kinds"].tolist()]
+    assert {"", "clipped", "cancel", "norm", "loss", "overflow", "opposite"} == {*kinds} and kinds[0] == "clipped"
+    scales = task.scales_of_steps(kinds, float(inputs["scale"]), int(inputs["grow_after"]))
+    assert any(kind in ("", "loss", "cancel") and later == 2 * scale
+               for kind, scale, later in zip(kinds, scales, scales[1:], strict=False))
+    network, sizes = task.Network(inputs), []
+    for micros in task.batches(inputs):
+        halves = {name: weight.half().requires_grad_() for name, weight in network.weights.items()}
+        scaled = [torch.autograd.grad(network.loss_of(halves, micro) * scales[len(sizes)], list(halves.values()))
+                  for micro in micros]
+        mean = [sum(each.double() for each in one) / scales[len(sizes)] / len(micros) for one in zip(*scaled, strict=True)]
+        sizes.append((torch.cat([each.flatten() for each in mean]).norm() / inputs["clip"]).item())
+    for kind, size in zip(kinds, sizes, strict=True):
+        assert size < 0.95 if kind in ("", "cancel") else size > 1.5 if kind in ("clipped", "norm") else True, (kind, size)
+        assert kind not in task.BAD or not np.isfinite(size)
 
 
 def test_what_is_hidden_can_only_be_read_after_everything_else():

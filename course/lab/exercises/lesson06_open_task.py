@@ -97,6 +97,7 @@ class Reads(Looks):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += not func.is_view and func.overloadpacket.__name__ not in ("detach", *cpu_graph.ALLOCATIONS)
+        self.values += cpu_graph.has_dynamic_shape(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __enter__(self) -> Any:

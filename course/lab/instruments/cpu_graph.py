@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 from course.utils.errors import CourseError
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # only allocate, compute nothing
-READING_FUNCTIONS = {Tensor.tolist: ".tolist()", Tensor.numpy: ".numpy()", Tensor.cpu: ".cpu()", Tensor.__array__: "NumPy"}
+READING_FUNCTIONS = {Tensor.tolist: ".tolist()", Tensor.numpy: ".numpy()", Tensor.cpu: ".cpu()", Tensor.__array__: "NumPy",
+                     Tensor.__dlpack__: "DLPack", Tensor.__repr__: "print"}
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,25 @@ class RefuseReading(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def reads_value(operation: Any) -> bool:
+    """Whether the host gets a value of a tensor from this operation."""
+    return torch.Tag.data_dependent_output in operation.tags
+
+
+def has_dynamic_shape(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of an operation's result depends on values, so that the host has to wait for them."""
+    masked = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in find_tensors(args[1:]))
+    return torch.Tag.dynamic_output_shape in operation.tags and (masked or operation.overloadpacket.__name__ != "index")
+
+
 def check_capturable(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise `CourseError` for operations that no graph can contain."""
-    name, tags = operation.overloadpacket.__name__, operation.tags
-    if torch.Tag.data_dependent_output in tags:
+    name = operation.overloadpacket.__name__
+    if reads_value(operation):
         what = "an `if`, a float(), an index or .item()" if name == "_local_scalar_dense" else f"torch.{name}"
         raise CourseError(f"Python looked at the value of a tensor ({what}) in a capture, where it is not there yet: compute "
                           "both outcomes and choose with torch.where, or read after a replay")
-    masked = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in find_tensors(args[1:]))
-    if torch.Tag.dynamic_output_shape in tags and (masked or name != "index"):
+    if has_dynamic_shape(operation, args):
         raise CourseError(f"the shape of the result of {name} depends on values, and in a graph every shape is fixed: keep all "
                           "elements, and give weight 0 to those that do not count")
     if name == "lift_fresh":

@@ -8,15 +8,21 @@ ZEROS = """        sums = {name: torch.zeros_like(weight) for name, weight in se
         for micro in micros:
 """
 MICRO = "            loss = self.loss_of(halves, micro)\n"
-BACK = "            (loss * self.scale).backward()\n"
+LOOP = ("            for name, gradient in zip(halves, torch.autograd.grad(loss * self.scale, list(halves.values())), "
+        "strict=True):\n")
+ADD = "                sums[name] += gradient\n"
 TOTAL = "            total += loss.detach()\n"
-ADD = """            for name, half in halves.items():
+FREE = "        del halves, gradient\n"
+UPDATE = "        self.update(sums, len(micros), rate)\n"
+RETURN = "        return total / len(micros)\n"
+BACKWARD = """            (loss * self.scale).backward()
+            for name, half in halves.items():
                 sums[name] += half.grad
-                half.grad = None
-        del halves, half
-"""
+"""                                                  # and nothing sets `half.grad` to None
+PARTS = "        for gradient in sums.values():\n"
 UNSCALE = "            gradient /= self.scale * micros\n"
 FACTOR = "        bad, factor = ~norm.isfinite(), (self.clip / norm).clamp(max=1.0)\n"
+EACH = "        for name, weight in self.weights.items():\n            velocity = self.velocities[name]\n"
 NEW = "            new = (self.momentum * velocity).add_(sums[name].mul_(factor))\n"
 KEEP = "            velocity.copy_(torch.where(bad, velocity, new))\n"
 MOVE = "            weight.copy_(torch.where(bad, weight, weight - rate * new))\n"
@@ -26,26 +32,67 @@ RESET = "        self.good = torch.where(grows, 0, self.good)"
 
 MISTAKES = {
     "half-trainer": (
-        Mistake("no loss scale", BACK + TOTAL + ADD, """            loss.backward()
+        Mistake("no loss scale", LOOP + ADD, (LOOP + ADD).replace("loss * self.scale", "loss").replace(
+            "+= gradient", "+= gradient.float() * self.scale"),
+                "these gradients have lost bits: multiply the loss before `backward`. What float16 has rounded to zero, no later "
+                "factor brings back", by=("moved",)),
+        Mistake("divided in float16", ADD + TOTAL + FREE + UPDATE, """                sums[name] += gradient / self.scale
             total += loss.detach()
-            for name, half in halves.items():
-                sums[name] += half.grad.float() * self.scale
-                half.grad = None
-        del halves, half
-""", "these gradients have lost bits: multiply the loss before `backward`. What float16 has rounded to zero, no later factor "
-                "brings back", by=("moved",)),
-        Mistake("a sum in float16", ADD, """        for name, half in halves.items():
+        del halves, gradient
+        for gradient in sums.values():
+            gradient *= self.scale
+        self.update(sums, len(micros), rate)
+""", "small gradients get lost when you divide by the scale in float16: a float16 tensor over a number, or over a scalar tensor, "
+                "is float16 again. Add to a float32 sum first, then divide the sum", by=("moved",)),
+        Mistake("a sum in float16", LOOP + ADD + TOTAL + FREE, """            (loss * self.scale).backward()
+            total += loss.detach()
+        for name, half in halves.items():
             sums[name] += half.grad
         del halves, half
 """, "`backward` adds to a float16 gradient in float16: a large one rounds small ones away. Add each "
                 "micro-batch to a float32 sum"),
-        Mistake("gradients that are counted again", ADD, ADD.replace("                half.grad = None\n", ""),
+        Mistake("gradients that are counted again", LOOP + ADD + TOTAL + FREE, BACKWARD + TOTAL + "        del halves, half\n",
                 "`backward` adds to the gradient of the micro-batch before: set it to None once you have added it to the sum"),
+        Mistake("the loss of the last micro-batch", RETURN, "        return loss.detach()\n",
+                "`step` returns the loss of one micro-batch: return the mean over all of them"),
+        Mistake("the sum of the losses", RETURN, "        return total\n",
+                "`step` returns the sum of its losses: divide by the number of micro-batches"),
+        Mistake("the scaled loss", TOTAL, "            total += loss.detach() * self.scale\n",
+                "`step` returns the loss times the scale: multiply a copy by the scale, and return the loss as it was"),
         Mistake("clipped before it is unscaled", "(self.clip / norm)", "(self.clip / (norm * self.scale))",
                 "the norm is that of the gradient without the scale: divide by the scale first, then clip"),
         Mistake("a sum for the mean", UNSCALE, "            gradient /= self.scale\n",
                 "gradients are clipped that are small enough: the norm is that of the mean over the micro-batches, so divide by "
                 "their number first, and the factor is at most 1"),
+        Mistake("never clipped", FACTOR, FACTOR.replace("(self.clip / norm).clamp(max=1.0)", "1.0"),
+                "large gradients move the weights too far: where the norm of all gradients together exceeds `clip`, multiply "
+                "each of them by `clip / norm`", by=("moved",)),
+        Mistake("always clipped", FACTOR, FACTOR.replace(".clamp(max=1.0)", ""),
+                "a gradient that is small enough is not clipped, and this makes it as large as `clip`: the factor is at most 1"),
+        Mistake("each parameter clipped alone", NEW, NEW.replace(
+            "mul_(factor)", "mul_((self.clip / sums[name].norm()).clamp(max=1.0))"),
+                "one factor for all parameters: it follows from the norm of all gradients together, and keeps their direction",
+                by=("moved",)),
+        Mistake("each number clipped alone", NEW, NEW.replace("mul_(factor)", "clamp_(-self.clip, self.clip)"),
+                "`clip` bounds the norm of all gradients together, not each number: multiply all by one factor", by=("moved",)),
+        Mistake("the velocity is clipped", FACTOR + EACH + NEW, FACTOR.replace("(self.clip / norm)", "(self.clip / torch.stack("
+                "[(self.momentum * self.velocities[name] + x).norm() for name, x in sums.items()]).norm())") + EACH +
+                "            new = (self.momentum * velocity + sums[name]) * factor\n",
+                "clip the gradient, not the velocity: the velocity may become larger than `clip`", by=("moved",)),
+        Mistake("each micro-batch clipped", LOOP + ADD, """
+            every = torch.autograd.grad(loss * self.scale, list(halves.values()))
+            size = torch.stack([x.float().norm() for x in every]).norm() / self.scale
+            for name, gradient in zip(halves, every, strict=True):
+                sums[name] += gradient.float() * (self.clip / size).clamp(max=1.0)
+            del every
+""", "clip once in a step, the mean over all micro-batches: here each micro-batch is clipped before", by=("moved",)),
+        Mistake("divided by the next scale", PARTS + UNSCALE, """
+        bad = ~torch.stack([x.isfinite().all() for x in sums.values()]).all()
+        grows = self.good + 1 == self.grow_after
+        scale = torch.where(bad, self.scale / 2, torch.where(grows, self.scale * 2, self.scale))
+""" + PARTS + UNSCALE.replace("self.scale", "scale"),
+                "the step in which the scale grows moves the weights half as far: divide by the scale of this step, and change "
+                "the scale afterwards", by=("moved",)),
         Mistake("infinity alone", "~norm.isfinite()", "norm.isinf()",
                 "an overflow shows as infinity, and as NaN where infinities of opposite signs meet: `isfinite` is False for "
                 "both, while `isinf` sees one of them"),

@@ -15,6 +15,11 @@ CONSTANT = """    def constant(batch, rate, seconds=job.seconds):
         return expected_losses(bowl, plan)[-1]
 
 """
+BLIND = """    plan, batch, rate = [], max(1.0, loaded / 4), 0.95 * cliff
+    for _ in range(5):
+        plan.append(Phase(round(batch), rate, int(job.seconds / 5 / job.step_seconds(round(batch)))))
+        batch, rate = 4 * batch, rate / 1.2
+    return [phase for phase in plan if phase.steps]"""
 THROUGHPUT = ("this batch has the most samples per second, but its gradients have been exact for long, and it takes too few "
               "steps. Compare batches by the loss at the end of the job's time")
 FEWEST = ("a batch of one needs the fewest samples, but most of its time goes into latency, and its noise stays. Compare batches "
@@ -50,7 +55,11 @@ MISTAKES = {
                 "with a rate this low the flat directions learn nothing in this time, whatever the batch: go up to the cliff"),
         Mistake("one batch and one rate", LAST, CONSTANT + "    return min(every, key=expected)",
                 "no constant plan gets there: what helps early, a high rate and a small batch, leaves noise at the end. Use "
-                "several phases, with a rate that falls or a batch that grows", by=("half",)),
+                "several phases, with a rate that falls, a batch that grows, or both, and compare several factors",
+                by=("half",)),
+        Mistake("one shape for all bowls", LAST, BLIND,
+                "this shape of plan is good on many bowls, and on some there is a much better one: fit the bowl's numbers to "
+                "your runs, and search for the best plan on that bowl", by=("near",)),
         Mistake("six runs", LAST, CONSTANT + "    for _ in range(6):\n        train(constant(1, cliff / 4))\n" + LAST,
                 "fit the bowl's numbers to few runs, and try plans with `expected_losses`, which costs nothing",
                 by=("few",)),

@@ -1876,6 +1876,67 @@ STALE_HALVES = HOOKED.replace('''                half.copy_(self.weights[name])
     "torch.tensor(0)\n        self.halves", "torch.tensor(0), 0\n        self.halves")
 
 
+LISTED = '''
+import torch
+
+class HalfTrainer:
+    """Gradients from torch.autograd.grad, in a list."""
+    def __init__(self, loss_of, weights, momentum, clip, scale, grow_after):
+        self.loss_of, self.weights, self.momentum, self.clip = loss_of, weights, momentum, clip
+        self.grow_after = grow_after
+        device = next(iter(weights.values())).device
+        self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.scale = torch.tensor(float(scale), device=device)
+        self.good = torch.zeros((), device=device)
+
+    def step(self, micros, rate):
+        halves = {name: w.detach().half().requires_grad_() for name, w in self.weights.items()}
+        sums = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        losses = []
+        for micro in micros:
+            loss = self.loss_of(halves, micro)
+            losses.append(loss.detach())
+            grads = torch.autograd.grad(loss * self.scale, list(halves.values()))
+            for total, grad in zip(sums.values(), grads, strict=True):
+                total += grad
+            del grads, grad, loss
+        del halves
+        self.update(sums, len(micros), rate)
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def update(self, sums, micros, rate):
+        for total in sums.values():
+            total /= self.scale * micros
+        norm = torch.stack([total.norm() for total in sums.values()]).norm()
+        ok = torch.isfinite(norm)
+        factor = torch.clamp(self.clip / norm, max=1.0)
+        for name, w in self.weights.items():
+            v = self.velocity[name]
+            new = self.momentum * v + factor * sums[name]
+            v.copy_(torch.where(ok, new, v))
+            w.copy_(torch.where(ok, w - rate * v, w))
+        self.good = torch.where(ok, self.good + 1, 0)
+        grow = self.good >= self.grow_after
+        self.scale = torch.where(ok, torch.where(grow, self.scale * 2, self.scale), self.scale / 2)
+        self.good = torch.where(grow, 0, self.good)
+'''
+
+FINITE = "ok = torch.isfinite(norm)"
+SUMMED = "sums = {name: torch.zeros_like(w) for name, w in self.weights.items()}"
+CAST = "{name: w.detach().half().requires_grad_() for name, w in self.weights.items()}"
+ONLY = "ok = torch.stack([x.isfinite().all() for x in sums.values() if x.dim() == {}]).all()"
+CASTS_DOUBLE = LISTED.replace(CAST, "{name: w.detach() for name, w in self.weights.items()}").replace(
+    "            loss = self.loss_of(halves, micro)", """
+            halves = {name: w.detach().double().half().requires_grad_() for name, w in self.weights.items()}
+            loss = self.loss_of(halves, micro)""")
+BATCH_SCALED = LISTED.replace("loss * self.scale", "loss / len(micros) * self.scale").replace("self.scale * micros", "self.scale")
+SUMS_STAY = LISTED.replace(SUMMED, "sums = self.sums = getattr(self, 'sums', None) or " + SUMMED.removeprefix("sums = ")).replace(
+    "        self.good = torch.where(grow, 0, self.good)", """        self.good = torch.where(grow, 0, self.good)
+        for total in sums.values():
+            total.copy_(torch.where(ok, 0, total))""")
+
+
 TWO_STAGES = '''
 import math
 from course.lab.instruments.noisy_bowl import Phase
@@ -1996,11 +2057,16 @@ ALL = ("correct", "byte budget", "memory budget", "overlapped")
 SCORED = [
     ("plan-training", TWO_STAGES, ("correct",), "no constant plan gets there"),
     ("plan-training", CLIMBED, ("correct", "half the loss"), "fit the bowl's numbers"),
-    ("plan-training", FITTED, ("correct", "half the loss", "5 runs"), ""),
+    ("plan-training", FITTED, ("correct", "half the loss", "near the best", "5 runs"), ""),
     ("half-trainer", SCALER_OF_PYTORCH, ("correct", "memory budget"), "waits for the device in each step"),
     ("half-trainer", CASTS_IN_THE_GRAPH, ("correct", "no stall", "memory budget"), "cast them once before"),
     ("half-trainer", FLAT_HALVES, ("correct", "no stall", "one cast"), "too much is alive at once"),
     ("half-trainer", HOOKED, ("correct", "no stall", "one cast", "memory budget"), ""),
+    ("half-trainer", LISTED, ("correct", "no stall", "one cast", "memory budget"), ""),
+    ("half-trainer", BATCH_SCALED, ("correct", "no stall", "one cast", "memory budget"), ""),
+    ("half-trainer", CASTS_DOUBLE, ("correct", "no stall", "memory budget"), "cast them once before"),
+    *(("half-trainer", LISTED.replace(FINITE, f"{FINITE}\n        {look}"), ("correct", "one cast", "memory budget"),
+       "waits for the device in each step") for look in ("torch.allclose(norm, norm)", "ok.nonzero()", "str(norm)")),
     ("convert-foreign", GUESSED_ALL, ("correct",), "do not depend on what you try"),
     ("convert-foreign", GUESSED_ONCE, ("correct", "one call"), "read a tensor when"),
     ("convert-foreign", READ_AGAIN, ("correct", "memory budget"), "do not depend on what you try"),
@@ -2065,6 +2131,19 @@ WRONG = [
     ("half-trainer", STALE_HALVES, "for the first time"),
     ("half-trainer", FLAT_HALVES.replace("gradient.isfinite().all()", "total.isfinite()"), ""),
     ("half-trainer", HOOKED.replace("self.momentum)", "1)"), "for the first time"),
+    ("half-trainer", LISTED.replace(FINITE, ONLY.format(1)), "for the first time"),
+    ("half-trainer", LISTED.replace(FINITE, ONLY.format(2)), "for the first time"),
+    ("half-trainer", LISTED.replace(FINITE, "ok = norm * self.scale < 65504"), "compute the norm in float32"),
+    ("half-trainer", LISTED.replace(FINITE, "self.n = getattr(self, 'n', 0) + 1; ok = torch.tensor(self.n not in (6, 8))"), None),
+    ("half-trainer", LISTED.replace(">= self.grow_after", ">= 2"), None),
+    ("half-trainer", LISTED.replace("torch.tensor(float(scale), device=device)", "torch.tensor(2.0**14)"), None),
+    ("half-trainer", LISTED.replace("self.good >= self.grow_after", "self.good >= 2000"), "`grow_after` is"),
+    ("half-trainer", LISTED.replace("self.scale / 2)", "self.scale / 4)"), "this step overflows"),
+    ("half-trainer", LISTED.replace("factor * sums", "(1 - self.momentum) * factor * sums"), "times as far as they should"),
+    ("half-trainer", LISTED.replace("torch.where(ok, new, v)", "torch.where(ok, new, 0)"), "velocities are as they were"),
+    ("half-trainer", LISTED.replace("zeros_like(w) for name, w in weights", "zeros_like(w).half() for name, w in weights")
+     .replace("momentum * v ", "momentum * v.float() "), "for the first time"),
+    ("half-trainer", SUMS_STAY, "nothing may be left"),
     ("whole-block", MASKED_AFTER, ""),
     ("whole-block", OTHER_GELU, ""),
     ("graph-trainer", NESTEROV, ""),
