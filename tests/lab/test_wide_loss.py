@@ -29,7 +29,7 @@ def test_our_cross_entropy_is_that_of_pytorch_in_float64(hidden):
     assert all((found[name] == 1).all() for name in EXERCISE.claims if name != "loss")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in wide_loss.CHEATS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in wide_loss.CHEATS])
 def test_whoever_lets_something_else_do_the_work_fails(name, unchanged):
     inputs = task.draw(5, False)
     expected, found = (outcomes(EXERCISE, source, [inputs])[0] for source in (right(EXERCISE), wide_loss.CHEATS[name]))

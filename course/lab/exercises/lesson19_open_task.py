@@ -29,6 +29,8 @@ def cross_entropy_kernel(logits, targets, gradient, losses, factor, V, row, grad
     kept = target != ignored
     logits += token * row
     gradient += token * gradient_row
+    # threads wait for each other in the sums below: when one of them stores the gradient, all have read the target's logit
+    wanted = tl.load(logits + target, mask=kept, other=0.0).to(tl.float32)
     end = tl.where(kept, V, 0)                       # the logits of an ignored token are not read
     column = tl.arange(0, BLOCK)
     top, total = tl.full((), -1e38, tl.float32), tl.full((), 0.0, tl.float32)           # finite: -inf - -inf is NaN
@@ -38,7 +40,6 @@ def cross_entropy_kernel(logits, targets, gradient, losses, factor, V, row, grad
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), 0)
         top = new
     total = tl.where(kept, total, 1.0)
-    wanted = tl.load(logits + target, mask=kept, other=0.0).to(tl.float32)
     tl.store(losses + token, tl.where(kept, top - wanted + tl.log(total), 0.0))
     scale = tl.load(factor)
     for start in range(0, V, BLOCK):
@@ -374,7 +375,8 @@ EXERCISES = [
                 "-inf, which neither a maximum nor a sum of exponentials notices.",
                 "The first two loops become one: keep a maximum and a sum, and multiply the sum by exp(old - new maximum) at "
                 "each block. Begin with a finite maximum, such as -1e38: a first block of -inf would give exp(-inf + inf), NaN.",
-                "Read the target's logit and store the loss before the gradient overwrites the logits. For an ignored token let "
-                "the loops that read end at 0 in place of V, and choose zeros with tl.where before you store."),
+                "Read the target's logit before the first loop, since the gradient overwrites it: threads of a program wait for "
+                "each other only in sums. For an ignored token let the loops that read end at 0 in place of V, and choose zeros with "
+                "tl.where before you store."),
         limits=Limits(seconds=120)),
 ]

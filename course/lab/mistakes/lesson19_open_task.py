@@ -8,8 +8,8 @@ TOP = """        x = tl.load(logits + start + column, mask=start + column < end,
         new = tl.maximum(top, tl.max(x, 0))
 """
 LOOP = "    for start in range(0, end, BLOCK):\n"
-LOSS = """    wanted = tl.load(logits + target, mask=kept, other=0.0).to(tl.float32)
-    tl.store(losses + token, tl.where(kept, top - wanted + tl.log(total), 0.0))
+WANTED = "    wanted = tl.load(logits + target, mask=kept, other=0.0).to(tl.float32)\n"
+LOSS = """    tl.store(losses + token, tl.where(kept, top - wanted + tl.log(total), 0.0))
 """
 GRADIENT = """    scale = tl.load(factor)
     for start in range(0, V, BLOCK):
@@ -57,7 +57,7 @@ MISTAKES = {
         Mistake("a sum in bf16", SUM, SUM.replace("        total = ", "        new_total = ")
                 + "        total = new_total.to(logits.dtype.element_ty).to(tl.float32)\n",
                 "the sum is rounded to the logits' format: keep it in float32, and cast only what you store", by=("digits",)),
-        Mistake("the loss after the gradient", LOSS + GRADIENT, GRADIENT + LOSS,
+        Mistake("the loss after the gradient", LOSS + GRADIENT, GRADIENT + WANTED + LOSS,
                 "when you read the target's logit, the gradient has overwritten it: read it before"),
         Mistake("three reads", TOP,
                 TOP.replace(NEW, "top = tl.maximum(top, tl.max(x, 0))") + LOOP + TOP.replace(NEW, "new = top"),
