@@ -376,7 +376,7 @@ EXERCISES = [
                 "The first two loops become one: keep a maximum and a sum, and multiply the sum by exp(old - new maximum) at "
                 "each block. Begin with a finite maximum, such as -1e38: a first block of -inf would give exp(-inf + inf), NaN.",
                 "Read the target's logit before the first loop, since the gradient overwrites it: threads of a program wait for "
-                "each other only in sums. For an ignored token let the loops that read end at 0 in place of V, and choose zeros with "
-                "tl.where before you store."),
+                "each other only in sums. For an ignored token let the loops that read end at 0 in place of V, and choose zeros "
+                "with tl.where before you store."),
         limits=Limits(seconds=120)),
 ]
