@@ -24,7 +24,7 @@
 # | you need | a Linux laptop, a container or WSL, with the extra `kernels` ([install.md](../docs/install.md)); no GPU |
 # | reading and doing | about 240 minutes |
 # | computing | 2 minutes on two cores, most of it in checks |
-# | you write | a copy (8 lines), GELU (11), softmax (10), LayerNorm (22, backward 25), FlashAttention (38, backward 17) |
+# | you write | a copy (8 lines), GELU (11), softmax (10), LayerNorm (22, 25), FlashAttention (38, 17); optional: a loss (30) |
 # | you measure | bytes that your kernels load and store; on a GPU their speed, else recorded speeds of an H200 |
 #
 # Do [lesson 05](05_compile_and_fuse.ipynb) first. [Lesson 00](00_start_here.ipynb) explains the roofline. You can take
@@ -1046,6 +1046,77 @@ for D, (products, exponentials) in my_cycles.items():
 # all 255 registers of a thread and spills some, but it is still the fastest: configurations that do not spill have smaller
 # tiles. The two extra products also cost time. FlashAttention-2 does five, and adds up dQ with atomic additions, in an order
 # that changes from run to run.
+
+# %% [markdown]
+# ## Open task: a loss for a wide vocabulary
+#
+# *Optional, about 40 minutes. Nothing later needs it.* A language model ends with logits, one number for each token and each
+# word of the vocabulary. With 8 samples of 2048 tokens and 50,304 words they take 1.6 GB in bf16. Cross-entropy needs the
+# softmax of each row. Your softmax held a row in registers, but a block for 50,304 logits has 65,536 numbers, as many as an
+# SM has registers. And PyTorch computes the loss in float32, with tensors as large as the logits.
+#
+# > **Predict.** How many bytes does PyTorch need at the peak for loss and gradient, as a multiple of the bf16 logits? Do not
+# > count the logits themselves.
+
+# %%
+my_multiple = 2.0                # your prediction
+
+# %%
+from course.lab.instruments.tensor_memory import MemoryMeter
+
+logits = torch.randn(64, 5000).bfloat16().requires_grad_()
+targets = torch.randint(5000, (64,))
+with MemoryMeter() as meter:
+    F.cross_entropy(logits.float(), targets).backward()
+lab.beside("bytes beside the logits", my_multiple, meter.peak / logits.nbytes,
+           "times their bytes")
+
+# %% [markdown]
+# **What you should see:** six times. The log-softmax, its gradient, and the gradient of the float32 logits live at the same
+# time, and each takes twice the bytes of the bf16 logits. For 1.6 GB of logits that is 10 GB.
+#
+# [Liger Kernel](https://arxiv.org/abs/2410.10989) and Unsloth need none of it. Their kernels go over each row in blocks, and
+# overwrite the logits with their gradient. Write such a loss. Our solution has 30 lines.
+#
+# > **Question.** Your FlashAttention folds tiles into a running maximum and sum. What would this loss fold, and what does a
+# > second pass need of the first one?
+#
+# <details><summary>Answer</summary>
+# The same maximum and sum: the loss is maximum + log(sum) − the target's logit. The gradient is the softmax, minus 1 at the
+# target. The second pass needs the row's maximum and sum, or maximum + log(sum), and the logits again.
+# </details>
+#
+# **Contract**
+#
+# - `cross_entropy(logits, targets, ignored, scale, block)` returns the mean loss, and the gradient of `scale` times that loss
+#   for the logits. The loss has the shape () and float32. The gradient has the shape and the format of the logits.
+# - `logits` (T, V) are float32 or bf16. Columns are adjacent in memory, rows need not follow each other. You may overwrite
+#   them. Logits may be large or -inf, also a whole block of them, but not at the target of a token that counts.
+# - A token whose target is `ignored` does not count: its loss and its gradient are 0, and the mean is over the other tokens.
+#   `ignored` may be any number, also that of a word. If no token counts, the loss is 0.
+# - Write `cross_entropy_kernel`, with arguments of your choice, and more kernels if you like. Sums are float32. No load or
+#   store touches more than `block` numbers, a power of two. A program handles at most four tokens, and a call has at most
+#   eight launches. No program reads what another one of the same launch writes.
+# - PyTorch may count targets and add up losses: it computes with at most 4 numbers of each token. Besides the gradient you
+#   may make tensors with half as many numbers as there are logits.
+#
+# **Levels.** The check has six cases or more, with 1 to 5 blocks. Each level counts by itself, once the first is reached:
+#
+# | level | what the check counts |
+# |---|---|
+# | correct | the contract; loss and gradient match PyTorch's in float64 up to rounding |
+# | two reads | a kernel reads each logit at most twice (the target's once more), and stores each element of the gradient once |
+# | in place | the gradient is in the memory of the logits |
+# | ignored tokens unread | no kernel reads a logit of an ignored token |
+#
+# Start with correct. `lab.hint("cross-entropy")` opens the first of three hints, and each further call opens the next one.
+
+# %% exercise="cross-entropy"
+from course.lab.exercises.lesson19_open_task import (  # noqa: F401
+    cross_entropy, cross_entropy_kernel)
+
+# %%
+check("cross-entropy")
 
 # %% [markdown]
 # ## Summary

@@ -244,6 +244,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "row-softmax": "bf16 loads stores programs alone guards",
     "add-norm": "bf16 rounded loads stores weights programs alone guards",
     "add-norm-backward": "bf16 loads stores weights programs alone guards",
+    "cross-entropy": "gradient digits stored block spread apart alone beside guards reads over skipped",
     "online-softmax": "bf16",
     "flash-forward": "ranges bf16 reads guards masks",
     "flash-backward": "ranges bf16 reads",

@@ -104,3 +104,52 @@ def test_kernels_run_as_before_after_watching():
         pass
     add_one_kernel[(3,)](x, y, 10, 0, 4)
     assert torch.equal(y, x + 1)
+
+
+@triton.jit
+def chosen_kernel(x, y, key, n, wanted, BLOCK: tl.constexpr):
+    """y = x if the number of `key` is the one wanted: a mask of a block and of one number."""
+    at = tl.arange(0, BLOCK)
+    mask = (at < n) & (tl.load(key) != wanted)
+    tl.store(y + at, tl.load(x + at, mask=mask, other=0.0), mask=mask)
+
+
+def test_a_mask_with_a_condition_on_one_number_shows_the_right_elements():
+    x, y, key = torch.arange(8.0), torch.zeros(8), torch.tensor([3])
+    with watched(x, y, key) as accesses:
+        chosen_kernel[(1,)](x, y, key, 5, 7, 8)
+    assert [visit.elements.tolist() for visit in accesses.visits if visit.tensor < 2] == [[0, 1, 2, 3, 4]] * 2
+    assert accesses.loads == [5, 0, 1] and y.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def test_a_visit_has_its_launch_and_its_values():
+    x, y = torch.arange(4.0), torch.zeros(4)
+    with watched(x, y) as accesses:
+        for _ in range(2):
+            add_one_kernel[(1,)](x, y, 3, 0, 4)
+    assert [(visit.launch, visit.values.tolist()) for visit in accesses.visits] == [
+        (launch, values) for launch in (1, 2) for values in ([0, 1, 2], [1, 2, 3])]
+
+
+def test_tensors_made_inside_are_watched_only_if_asked_for():
+    x = torch.arange(6.0)
+    for made in (False, True):
+        with watched(x, made=made) as accesses:
+            y, z = torch.empty(6), torch.zeros(2)
+            add_one_kernel[(2,)](x, y, 6, 0, 4)
+            z.add_(1)
+        assert accesses.inside is made and [tensor.data_ptr() for tensor in accesses.made] == [y.data_ptr(), z.data_ptr()]
+        assert accesses.stores == ([0, 6, 0] if made else [0]) and accesses.largest == 2
+        assert accesses.computed == {z.untyped_storage().data_ptr()}
+
+
+@triton.jit
+def count_kernel(total):
+    tl.atomic_add(total, 1.0)
+
+
+def test_an_atomic_addition_counts_as_a_store():
+    total = torch.zeros(1)
+    with watched(total) as accesses:
+        count_kernel[(3,)](total)
+    assert accesses.stores == [3] and accesses.loads == [0] and total.item() == 3

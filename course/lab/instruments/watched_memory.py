@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from course.ops import triton_language
 
@@ -24,6 +25,8 @@ class Visit(NamedTuple):
     elements: np.ndarray                             # offsets in that tensor's memory, in elements; masked ones are left out
     stored: bool = False
     masked: bool = False                             # whether it had a mask
+    launch: int = 0                                  # which launch of a kernel, from 1
+    values: np.ndarray = np.zeros(0)                 # what was loaded or stored, element by element; of bfloat16 the bits
 
     @property
     def first(self) -> int:
@@ -41,6 +44,9 @@ class Accesses:
     programs: list[tuple[int, int, int]] = field(default_factory=list)      # all that ran, in order
     visits: list[Visit] = field(default_factory=list)                       # in order
     pytorch: list[str] = field(default_factory=list)                        # operators that PyTorch computed outside of kernels
+    largest: int = 0                                 # numbers of the largest tensor that such an operator took or made
+    made: list[Tensor] = field(default_factory=list)                        # tensors with new memory from PyTorch, in order
+    computed: set[int] = field(default_factory=set)                         # addresses of memory into which PyTorch computed
 
     def masked_loads(self, tensor: int) -> int:
         """Elements loaded from a watched tensor by loads with a mask."""
@@ -48,17 +54,32 @@ class Accesses:
 
 
 class ComputedByPyTorch(TorchDispatchMode):
-    """Note which operators PyTorch computes. Views and empty tensors cost nothing and do not count."""
+    """Note what PyTorch computes and makes. Views and empty tensors cost nothing and do not count as computed."""
 
-    def __init__(self, names: list[str]):
+    def __init__(self, accesses: Accesses):
         super().__init__()
-        self.names, self.in_kernel = names, False
+        self.accesses, self.in_kernel = accesses, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if not (self.in_kernel or func.is_view or "empty" in name):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.in_kernel or func.is_view:
+            return result
+        taken, made = ([x for x in tree_iter(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
+        if "empty" not in name:
+            self.accesses.pytorch.append(name)
+            self.accesses.largest = max([self.accesses.largest, *(x.numel() for x in (*taken, *made))])
+            written = [x for x, argument in zip(args, func._schema.arguments, strict=False)
+                       if argument.alias_info and argument.alias_info.is_write]
+            self.accesses.computed |= {address(x) for x in (*made, *written) if isinstance(x, Tensor)}
+        old = set(map(address, taken))
+        self.accesses.made += [x for x in made if address(x) not in old]
+        return result
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins."""
+    return x.untyped_storage().data_ptr()
 
 
 def own_elements(x: Tensor) -> np.ndarray:
@@ -69,12 +90,14 @@ def own_elements(x: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def watched(*tensors: Tensor) -> Iterator[Accesses]:
+def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
     """Watch the kernels inside the block, which use these tensors alone. Each tensor has memory of its own, on the CPU.
 
+    made: kernels may also use tensors that PyTorch makes inside the block. They are watched, numbered behind the given ones.
+
     Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere is left out, as by a mask, and
-    so is a store to elsewhere. Without this the interpreter would crash. What a load
-    without `other` leaves out is NaN here, and undefined on a GPU. Raises `CourseError` where Triton is not installed.
+    so is a store to elsewhere. Without this the interpreter would crash. An atomic addition and its kin count as stores. What a
+    load without `other` leaves out is NaN here, and undefined on a GPU. Raises `CourseError` where Triton is not installed.
     """
     if not triton_language.INSTALLED:
         raise triton_language.missing("watching a kernel")
@@ -82,28 +105,42 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     accesses = Accesses([0] * len(tensors), [0] * len(tensors))
-    mode = ComputedByPyTorch(accesses.pytorch)
+    mode = ComputedByPyTorch(accesses)
     load, store, start = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     load_all, whole = builder.create_load, False     # whole: inside a load without a mask
-    launch = GridExecutor.__call__
-    own = list(map(own_elements, tensors))
-    bounds = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+    change = builder.create_atomic_rmw
+    launch, launches = GridExecutor.__call__, 0
+    known, own = [*tensors], list(map(own_elements, tensors))
 
-    def visit(pointers: Any, mask: Any, counts: list[int], stored: bool) -> None:
-        owned = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
-        within = functools.reduce(operator.or_, owned)
+    def owned(pointers: Any, mask: Any) -> list[np.ndarray]:
+        """Which of the elements lie in which tensor; the mask now leaves out those that lie in none."""
+        for x in accesses.made[len(known) - len(tensors):] if made else ():
+            known.append(x)
+            own.append(own_elements(x))
+            accesses.loads.append(0)
+            accesses.stores.append(0)
+        mask.data = mask.data.astype(bool)           # with a condition on one number it holds integers
+        bounds = [(address(x), x.untyped_storage().nbytes()) for x in known]
+        found = [(pointers.data >= begin) & (pointers.data < begin + size) & mask.data for begin, size in bounds]
+        within = functools.reduce(operator.or_, found)
         accesses.inside &= bool((within == mask.data).all())
         mask.data = within
-        for i, ours in enumerate(owned):
+        return found
+
+    def visit(pointers: Any, values: Any, found: list[np.ndarray], counts: list[int], stored: bool) -> None:
+        for i, ours in enumerate(found):
             counts[i] += int(ours.sum())
             if ours.any():
-                elements = (pointers.data[ours].astype(np.int64) - bounds[i][0]) // tensors[i].element_size()
+                begin = address(known[i])
+                elements = (pointers.data[ours].astype(np.int64) - begin) // known[i].element_size()
                 accesses.inside &= bool(own[i][elements].all())
-                accesses.visits.append(Visit(builder.grid_idx, i, elements, stored, not whole))
+                accesses.visits.append(Visit(builder.grid_idx, i, elements, stored, not whole, launches,
+                                             np.broadcast_to(values.data, ours.shape)[ours]))
 
     def watched_load(pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
-        visit(pointers, mask, accesses.loads, False)
+        found = owned(pointers, mask)
         loaded = load(pointers, mask, other, *options)
+        visit(pointers, loaded, found, accesses.loads, False)
         if other is None and loaded.dtype.is_floating():
             loaded.data[~mask.data] = NAN_OF_BFLOAT16 if str(loaded.dtype) == "bf16" else np.nan
         return loaded
@@ -117,25 +154,31 @@ def watched(*tensors: Tensor) -> Iterator[Accesses]:
             whole = False
 
     def watched_store(pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        visit(pointers, mask, accesses.stores, True)
+        visit(pointers, value, owned(pointers, mask), accesses.stores, True)
         return store(pointers, value, mask, *others)
+
+    def watched_change(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        visit(pointers, value, owned(pointers, mask), accesses.stores, True)
+        return change(operation, pointers, value, mask, *others)
 
     def watched_start(*program: int) -> None:
         start(*program)
         accesses.programs.append(builder.grid_idx)
 
     def watched_launch(*arguments: Any, **options: Any) -> None:
-        mode.in_kernel = True
+        nonlocal launches
+        mode.in_kernel, launches = True, launches + 1
         try:
             launch(*arguments, **options)
         finally:
             mode.in_kernel = False
 
     builder.create_load, builder.create_masked_load, builder.create_masked_store = watched_load_all, watched_load, watched_store
-    builder.set_grid_idx, GridExecutor.__call__ = watched_start, watched_launch
+    builder.create_atomic_rmw, builder.set_grid_idx, GridExecutor.__call__ = watched_change, watched_start, watched_launch
     try:
         with triton_language.interpreted(), mode:
             yield accesses
     finally:
-        del builder.create_load, builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+        del builder.create_load, builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+        del builder.set_grid_idx
         GridExecutor.__call__ = launch
