@@ -197,7 +197,7 @@ def roofline_seconds(*row):
 """
     text = verdict("roofline", source).facts[0].text
     assert "raise NotImplementedError" in text and "max(" not in text.split("in roofline_seconds")[0]
-    assert "'answer-0.json', 'inputs-0.safetensors', 'job.json']" in text and "|False" in text
+    assert "'answer-0.json', 'job.json']" in text and "|False" in text     # its inputs may hold what is hidden from it
 
 
 AVERAGE = "import torch.distributed as dist\n\ndef average_gradients(parameters, axis):\n"

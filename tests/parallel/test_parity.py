@@ -122,7 +122,8 @@ SHARDED = [f"dp=2 {more}{stage}" for more in ("cp=2 ", "tp=2 sp=true ", "pp=2 mi
     "dp=2 cp=2 zero=3 shard=2", "cp=2 tp=2 sp=true zero=3 order=tp-cp-dp-pp", "cp=2 pp=2 micro=2 zero=3 reshard_after=backward",
     f"dp=2 pp=2 zero=3 reshard_after=step {INTERLEAVED}", f"dp=2 pp=2 zero=3 {INTERLEAVED}",
     "dp=2 pp=2 zero=3 schedule=gpipe micro=3",
-    "dp=2 cp=2 tp=2 sp=true zero=3 shard=2", "dp=4 cp=2 zero=3 shard=4 order=pp-cp-dp-tp", "pp=2 dp=2 tp=2 sp=true zero=3 micro=2",
+    "dp=2 cp=2 tp=2 sp=true zero=3 shard=2", "dp=4 cp=2 zero=3 shard=4 order=pp-cp-dp-tp",
+    "pp=2 dp=2 tp=2 sp=true zero=3 micro=2",
     f"pp=2 dp=2 cp=2 zero=3 shard=2 {INTERLEAVED}", f"pp=2 dp=2 cp=2 tp=2 sp=true zero=3 {INTERLEAVED}"]
 EIGHT = [f"dp=2 cp=2 tp=2 sp=true {ZEROS}", "pp=2 dp=2 tp=2 sp=true micro=2", f"pp=2 dp=2 cp=2 {ZEROS} {INTERLEAVED}",
          "pp=2 cp=2 tp=2 sp=true schedule=gpipe micro=2 order=cp-pp-tp-dp", "pp=2 cp=2 tp=2 sp=true context=all_to_all micro=2"]

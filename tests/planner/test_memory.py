@@ -372,8 +372,8 @@ def groups_made(settings: list[str]) -> int:
 
 
 @pytest.mark.parametrize("layout", [
-    "dp=4", "tp=4 sp=true", "cp=4 context=ring", "pp=4", "dp=2 tp=2", "dp=2 cp=2", "cp=2 tp=2", "dp=4 zero=3 shard=2", "dp=4 ep=2",
-    "dp=4 ep=4", "dp=2 tp=2 ep=2", "pp=2 dp=2", "pp=2 dp=2 schedule=interleaved chunks=2"])
+    "dp=4", "tp=4 sp=true", "cp=4 context=ring", "pp=4", "dp=2 tp=2", "dp=2 cp=2", "cp=2 tp=2", "dp=4 zero=3 shard=2",
+    "dp=4 ep=2", "dp=4 ep=4", "dp=2 tp=2 ep=2", "pp=2 dp=2", "pp=2 dp=2 schedule=interleaved chunks=2"])
 def test_process_groups_are_counted(layout):
     """Each rank has as many as the planner counts; NCCL keeps buffers for each."""
     settings = [f"parallel.{one}" for one in layout.split()] + ["train.micro_batch=1"] * ("pp" in layout)
@@ -384,7 +384,7 @@ def test_process_groups_are_counted(layout):
 
 
 def test_a_gpu_of_the_planned_size_is_large_enough_and_hardly_too_large():
-    """For what runs on H200s needed: by bisection on one GPU; on two, their tensors and what the GPU held besides PyTorch's memory.
+    """For what runs on H200s needed: by bisection on one GPU; on two, tensors and what the GPU held besides PyTorch's memory.
 
     The margin was fitted to list 4 and to communicators_2xh200.json. List 3 was measured afterwards.
     """

@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
             run_on_ranks(job, folder, number, pipe if number == 0 else "")
             continue
         try:
-            run_answer(folder, number, job["module"], job["exercise"], 0, pipe if number == 0 else "", job["kernels"])
+            run_answer(folder, number, job["module"], job["exercise"], 0, pipe if number == 0 else "", job["kernels"], alone=True)
         except BaseException as error:
             write_error(folder / f"error-{number}.json", describe_error(error))
 
@@ -130,17 +130,22 @@ def merge_errors(reports: dict[int, dict[str, str]]) -> dict[str, str]:
     return first | {"text": "\n".join(f"{rank_names(ranks)}: {text}" for text, ranks in ranks_by_text.items())}
 
 
-def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "", kernels: bool = False) -> None:
+def run_answer(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "", kernels: bool = False,
+               alone: bool = False) -> None:
     """Run the exercise's program with answer `number` instead of the library's objects. pipe: see `report_start`.
 
-    kernels: the answer is a Triton kernel, so that it has to compile for a GPU, too.
+    kernels: the answer is a Triton kernel, so that it has to compile for a GPU, too. alone: no other rank needs the inputs, so
+    their file goes before the answer runs, which could read there what the program hides from it.
     """
     import torch  # late: the process that only starts ranks saves a second
     from safetensors.torch import load_file, save_file
 
     torch.set_num_threads(1)
     exercise = next(one for one in import_module(module).EXERCISES if one.name == name)      # `find` would import all modules
-    inputs = load_file(folder / f"inputs-{number}.safetensors")
+    file = folder / f"inputs-{number}.safetensors"
+    inputs = {key: value.clone() for key, value in load_file(file).items()}         # not mapped from the file
+    if alone:
+        file.unlink()
     report_start(pipe)
     with installed_answers(exercise.objects, load_answer(folder / f"answer-{number}.json", exercise.names)):
         outputs = run_kernels(exercise.program, inputs) if kernels else exercise.program(inputs)
