@@ -24,5 +24,5 @@ def test_the_lesson_runs_without_triton():
                          text=True)
     assert run.returncode == 0, run.stderr
     assert "Kernels do not run here, because Triton is not installed: " in run.stdout
-    assert run.stdout.count("it needs Triton, which is not installed: ") == 8       # one for each check
+    assert run.stdout.count("it needs Triton, which is not installed: ") == 9       # one for each check
     assert "Recorded on NVIDIA H200" in run.stdout and "passed" not in run.stdout
