@@ -1,4 +1,4 @@
-"""`course bench host`: measure this machine's host time for training steps, in four minutes.
+"""`course bench host`: measure this machine's host time for training steps, in a few minutes.
 
 Each row is a kind of model in a setting (`host_overhead.SETTINGS`), trained for whole steps at width 64, where the GPU always
 waits for the host. Since a host's speed varies from second to second, a row alternates two depths, two numbers of micro-batches
@@ -40,7 +40,7 @@ TINY = {"vit": ["vit-base", "model.grid=[32,32]", "model.channels=4"],
         "dit": ["dit-xl", "model.latent=[4,8,8]", "model.patch=2"]}
 SMALL = ("gpt", "gpt, full", "gpt, swiglu")          # the rows of --small
 SMALL_LAPS = 2
-TIMEOUT = 300                                        # seconds, for one process
+TIMEOUT = 900                                        # seconds, for one process: on one GPU it measures all rows, 11 s each
 Size = tuple[int, int, int]                          # blocks, micro-batches, gradient buckets
 UNIT = (0, 0, 0)                                     # key of the plain step
 

@@ -28,6 +28,7 @@ from course.lab.exercises import (
     lesson14_open_task,
     lesson15_open_task,
     lesson16_open_task,
+    lesson17_open_task,
     lesson20_open_task,
     lesson21_open_task,
 )
@@ -41,8 +42,10 @@ from course.lab.instruments import (
     noisy_bowl,
     simulated_sharding,
     unkind_machine,
+    unknown_machine,
 )
 from course.lab.instruments.hidden_process import HiddenProcess
+from course.lab.instruments.unknown_machine import Layout
 from course.models import build_model, layers
 from course.parallel import mesh
 from course.ranks.notebook_ranks import ranks
@@ -265,6 +268,25 @@ def test_what_is_hidden_can_only_be_read_after_everything_else():
         for question in ((0, [noisy_bowl.Phase(2, 0.6, 7)]), (0,), ()):
             with pytest.raises(InvalidReturn, match="before the answer was complete"):
                 hidden.ask(*question)
+
+
+def test_the_machines_tables_are_the_last_thing_that_is_told():
+    """So `measure` of plan-layout cannot tell an answer how near a layout is to the best."""
+    table = [(Layout(2, 1, 1, 1), 3.0), (Layout(1, 2, 1, 1), float("inf"))]
+    with HiddenProcess(unknown_machine.measurements, ([table], 1)) as hidden:
+        assert hidden.ask(0, table[0][0]) == 3.0
+        with pytest.raises(InvalidReturn, match="more than 1 times"):
+            hidden.ask(0, table[1][0])
+        assert hidden.ask() == ([dict(table)], [1])
+        with pytest.raises(InvalidReturn, match="before the answer was complete"):
+            hidden.ask(0, table[0][0])
+
+
+@pytest.mark.parametrize(("layout", "found"), [(None, 0.0), (Layout(1, 1, 1, 1), 2.0), (Layout(2, 1, 1, 1), 2.0),
+                                               (Layout(4, 1, 1, 1), 2.1), (Layout(8, 1, 1, 1), -1.0)])
+def test_a_choice_counts_as_the_best_within_three_per_cent(layout, found):
+    table = {Layout(dp, 1, 1, 1): seconds for dp, seconds in ((1, 2.0), (2, 2.05), (4, 2.1), (8, float("inf")))}
+    assert lesson17_open_task.judged(layout, table) == found
 
 
 def test_the_bowls_expected_losses_are_means_of_its_runs():

@@ -1,5 +1,6 @@
 """Lesson 17's open task: the fastest layout on a machine whose rates have to be measured."""
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
@@ -13,8 +14,6 @@ from course.lab.exercises.lesson17_performance_model import activation_bytes, al
 from course.lab.instruments.hidden_process import HiddenProcess
 from course.lab.instruments.recorded_runs import Rates, Run
 from course.lab.instruments.unknown_machine import (
-    MISFIT,
-    NONE,
     Layout,
     Machine,
     Model,
@@ -28,6 +27,7 @@ from course.lab.sandbox.limits import Limits
 
 LIMIT, SOME, FEW = 400, 30, 10                       # measurements of one machine: at most, and for the two budgets
 NEAR = 1.03                                          # times the best layout's seconds
+NONE, MISFIT = 0.0, -1.0                             # in place of seconds: no layout; one that runs out of memory
 
 STATES, UPDATE = 16, 28                              # bytes of a parameter with gradient and states; bytes moved to update it
 
@@ -120,15 +120,26 @@ def run(inputs: Tensors) -> Tensors:
     with HiddenProcess(measurements, (tables, LIMIT)) as hidden:
         del tables
         inputs["speeds"].zero_()
-        chosen = [plan_layout(*case, partial(hidden.ask, number)) for number, case in enumerate(cases)]
-        most = max(hidden.ask(number) for number in range(len(cases)))
+        chosen = [plan_layout(*case, partial(measured, hidden, number)) for number, case in enumerate(cases)]
         for layout, case in zip(chosen, cases, strict=True):
             if layout is not None and layout not in layouts(*case):
                 raise InvalidReturn(f"`plan_layout` returned {layout if isinstance(layout, Layout) else describe_value(layout)}",
                                     "return one of `layouts(model, machine)`, or None")
-        found = [hidden.ask(number, layout, NEAR) for number, layout in enumerate(chosen)]
-    return {"seconds": torch.tensor(found, dtype=torch.float64), "some": torch.tensor(float(most <= SOME)),
-            "few": torch.tensor(float(most <= FEW))}
+        tables, calls = hidden.ask()
+    found = [judged(layout, table) for layout, table in zip(chosen, tables, strict=True)]
+    return {"seconds": torch.tensor(found, dtype=torch.float64), "some": torch.tensor(float(max(calls) <= SOME)),
+            "few": torch.tensor(float(max(calls) <= FEW))}
+
+
+def measured(hidden: HiddenProcess, case: int, layout: Layout) -> float:
+    """The seconds of a layout on a case's machine."""
+    return hidden.ask(case, layout)
+
+
+def judged(layout: Layout | None, table: dict[Layout, float]) -> float:
+    """How good a choice is: the best seconds if they are near, else its own, or `MISFIT`, or `NONE`."""
+    took, best = NONE if layout is None else table[layout], min(table.values())
+    return MISFIT if math.isinf(took) else best if NONE < took <= NEAR * best else took
 
 
 def asked(inputs: Tensors) -> list[str]:

@@ -1,6 +1,5 @@
 """Models, and machines whose rates nobody knows, for lesson 17's open task: what a step of a layout takes and needs."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,29 +68,19 @@ def parameters(model: Model) -> int:
     return model.depth * block_parameters(model) + model.vocab * model.dim
 
 
-NONE, MISFIT = 0.0, -1.0                             # in place of seconds: no layout; one that runs out of memory
-
-
 def measurements(knowledge: tuple[list[list[tuple[Layout, float]]], int]) -> Callable[..., Any]:
-    """What a hidden process knows of machines. It is asked one of three things:
-
-    (case, layout): the layout's seconds. (case,): how often that was asked. (case, layout or None, near): how good a choice is:
-    the best seconds if they are within the factor `near`, else its own, or `MISFIT`, or `NONE`.
+    """What a hidden process knows of machines. (case, layout) asks for the layout's seconds. Without arguments: of each case the
+    layouts with their seconds, and how often it was asked.
 
     knowledge: of each case its layouts with their seconds, infinite if they do not fit; and how many may be measured.
     """
     seconds, limit = [dict(case) for case in knowledge[0]], knowledge[1]
     calls = [0] * len(seconds)
 
-    def judged(case: int, layout: Layout | None, near: float) -> float:
-        took, best = NONE if layout is None else seconds[case][layout], min(seconds[case].values())
-        return MISFIT if math.isinf(took) else best if NONE < took <= near * best else took
-
-    def answer(case: int, layout: Layout | None = None, near: float = 0.0) -> float:
-        if near:
-            return judged(case, layout, near)
-        if layout is None:
-            return calls[case]
+    def answer(*question: Any) -> Any:
+        if not question:
+            return seconds, calls
+        case, layout = question
         if layout not in seconds[case]:
             raise InvalidReturn("`measure` got something that is none of `layouts(model, machine)`",
                                 "measure a layout of this list")
