@@ -85,8 +85,8 @@ TENSORS = tuple(entry.name for entry in fields(Memory) if entry.name not in ("re
 def predict(config: Config) -> Memory:
     """Predict the memory of the fullest rank. parallel.dp=0 counts as 1, since the number of GPUs is unknown.
 
-    In a pipeline only the first and the last stage count: no other has more blocks or micro-batches than the first. Experts in
-    some of the blocks are an exception.
+    In a pipeline only the first two stages and the last one count: no other has more blocks or micro-batches than these, and the
+    second already talks to two neighbors. Experts in some of the blocks are an exception.
     """
     return max((of_rank(rank) for rank in ranks(config, fullest(config))), key=lambda memory: memory.total)
 
@@ -94,7 +94,7 @@ def predict(config: Config) -> Memory:
 def fullest(config: Config) -> list[int]:
     """The stages of a pipeline that may be the fullest."""
     pp = config.parallel.pp
-    return [*range(pp)] if getattr(config.model, "moe_every", 1) > 1 else sorted({0, pp - 1})
+    return [*range(pp)] if getattr(config.model, "moe_every", 1) > 1 else sorted({0, min(1, pp - 1), pp - 1})
 
 
 def fits(config: Config, room: float) -> bool:

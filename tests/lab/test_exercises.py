@@ -177,7 +177,7 @@ CONSTANT = {                                         # outputs of hidden inputs 
     "fp8-cast": "type before kept",
     "amax-history": "kept",
     "delayed-scale": "empty",
-    "half-trainer": "kept means once small stall",
+    "half-trainer": "kept once small stall",
     "fused-modulate": "excess kept",
     "graph-break": "zeros values shapes quiet graphs",
     "whole-block": "again free graph kept kernels largest_tensor quiet shapes values",

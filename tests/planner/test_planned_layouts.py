@@ -82,7 +82,7 @@ def test_what_no_run_can_do_is_a_sentence():
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_a_pipelines_fullest_rank_is_at_one_of_its_ends(seed):
+def test_a_pipelines_fullest_rank_is_one_of_the_first_two_or_the_last(seed):
     """So that `memory.predict` looks at these alone, and a planner has an answer for 64 stages as soon as for 2."""
     draw, stages = random.Random(seed), Counter()
     for _ in range(1200):
@@ -90,8 +90,8 @@ def test_a_pipelines_fullest_rank_is_at_one_of_its_ends(seed):
         if c.parallel.pp > 1 and not refusal(c):
             ranks = [memory.of_rank(rank) for rank in memory.ranks(c)]
             assert memory.predict(c) == max(ranks, key=lambda one: one.total)
-            stages[memory.predict(c).stage == 0] += 1
-    assert len(stages) == 2 and sum(stages.values()) > 100
+            stages[memory.predict(c).stage] += 1
+    assert {0, 1} < stages.keys() and sum(stages.values()) > 100
 
 
 def refused(c):
