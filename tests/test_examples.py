@@ -60,9 +60,10 @@ def test_the_commands_of_the_guide_run(tmp_path):
 
 @pytest.mark.parametrize(("own", "said"), [
     ("", "there is no model.kind=side_vit (did you mean 'vit'?); the kinds are vit, gpt, dit"),
-    ("examples/none.py", "COURSE_MODELS=examples/none.py: there is no Python file"),
-    (str(ROOT / "tests/__init__.py"), "there is no model.kind=side_vit"),
-    (f"{MODEL},{MODEL}", "two models are of the kind side_vit: SideViTConfig and SideViTConfig")])
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("examples/none.py", "COURSE_MODELS=examples/none.py: there is no Python file"),
+        (str(ROOT / "tests/__init__.py"), "there is no model.kind=side_vit"),
+        (f"{MODEL},{MODEL}", "two models are of the kind side_vit: SideViTConfig and SideViTConfig")))])
 def test_a_model_that_is_not_there_or_twice_is_named(own, said):
     done = course("plan", "examples/side_vit.yaml", "--gpus", "2", "--hardware", "h200", own=own)
     assert done.returncode == 1 and said in " ".join(done.stderr.split()), done.stderr

@@ -137,6 +137,7 @@ def check_experts(config: "Config") -> None:
 LARGEST = {"model": 2**26}                           # largest integer in a section; else 2**53: doubles skip integers above it
 
 
+@lru_cache(maxsize=1024)                            # the planner checks thousands of configurations that share sections
 def check_numbers(section: str, values: Any) -> None:
     """Raise `CourseError` if a number of a section is outside its `NUMBERS` range, or NaN."""
     for name, least, end in limits(section):
@@ -157,7 +158,7 @@ def check_numbers(section: str, values: Any) -> None:
 
 @cache
 def limits(section: str) -> list[tuple[str, float, float]]:
-    """(name, least, end) of each limited number in a section. Cached, because the planner checks thousands of configurations."""
+    """(name, least, end) of each limited number in a section."""
     keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
     return [(name, least, end) for (owner, name), least, end in keys if owner == section]
 

@@ -101,7 +101,7 @@ def row_name(kind: str, setting: str, compiled: bool, recompute: str) -> str:
     return ", ".join(word for word in (kind, setting, "compiled" * compiled, recompute * (recompute != "none")) if word)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)                  # compared by identity, so that `beyond` can be cached
 class Host:
     """A measured host. rows: `row_name` -> cost in plain steps; plain_step: seconds of `host_overhead_table.plain_step`."""
 
@@ -117,22 +117,24 @@ class Host:
         compiled, recompute = config.compile, config.train.recompute
         cost = self.rows[row_name(family_of(config.model), "", compiled, recompute)]
         for name, times in added(config, dp):
-            cost = cost + self.beyond(name, compiled, recompute) * times
+            cost = cost + beyond(self, name, compiled, recompute) * times
         return max(0.0, self.plain_step * cost.of(blocks, micros, buckets))
 
-    def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
-        """What a setting adds to a step. If not measured compiled or with this recomputation: what it adds without."""
-        if compiled and name in FUSED:
-            return Cost()
-        kind = SETTINGS[name].kind
-        ways = [(compiled, recompute), (compiled, "none"), (False, recompute), (False, "none")]
-        if name in OUTSIDE:
-            ways[1], ways[2] = ways[2], ways[1]
-        fast, how = next((fast, how) for fast, how in ways if row_name(kind, name, fast, how) in self.rows)
-        more = self.rows[row_name(kind, name, fast, how)] - self.rows[row_name(kind, "", fast, how)]
-        for other in SETTINGS[name].beside:
-            more = more - self.beyond(other, fast, how)
-        return more if how == recompute or name in STEP else more * AGAIN[recompute]
+
+@cache
+def beyond(host: Host, name: str, compiled: bool, recompute: str) -> Cost:
+    """What a setting adds to a step. If not measured compiled or with this recomputation: what it adds without."""
+    if compiled and name in FUSED:
+        return Cost()
+    kind = SETTINGS[name].kind
+    ways = [(compiled, recompute), (compiled, "none"), (False, recompute), (False, "none")]
+    if name in OUTSIDE:
+        ways[1], ways[2] = ways[2], ways[1]
+    fast, how = next((fast, how) for fast, how in ways if row_name(kind, name, fast, how) in host.rows)
+    more = host.rows[row_name(kind, name, fast, how)] - host.rows[row_name(kind, "", fast, how)]
+    for other in SETTINGS[name].beside:
+        more = more - beyond(host, other, fast, how)
+    return more if how == recompute or name in STEP else more * AGAIN[recompute]
 
 
 def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:

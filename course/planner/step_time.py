@@ -167,11 +167,11 @@ def launch_time(local: RankWorkload, layers: int, weights: float, work: float, f
 
     The host runs ahead of the GPU, but not in a forward pass with experts in which it reads numbers of rows. Such a pass waits
     for its own launches, half of the blocks'. With recomputation the backward pass is one, too."""
-    host, ends = (local.host.seconds(local.config, local.dp, blocks, local.micros, buckets_of(local, weights))
-                  for blocks in (layers, 0))
+    shape = local.micros, buckets_of(local, weights)
+    host = local.host.seconds(local.config, local.dp, layers, *shape)
     if not local.mixtures or not expert_waits(local.config) or local.config.train.recompute != "none":
         return max(0.0, host - work)
-    launches = (host - ends) / 2
+    launches = (host - local.host.seconds(local.config, local.dp, 0, *shape)) / 2
     return max(0.0, launches - forward) + max(0.0, host - launches - (work - forward))
 
 

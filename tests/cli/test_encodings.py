@@ -55,14 +55,15 @@ def test_text_is_read_without_its_mark(tmp_path, encoding):
     assert read_text(tmp_path / "a") == "größer → 李\n"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_preset_is_read_in_each_encoding_and_in_a_latin_1_locale(tmp_path, encoding):
-    (tmp_path / "mine.yaml").write_bytes(encoded("base: vit-demo\ndata: {path: größe/李}\n", encoding))
-    assert config.load(str(tmp_path / "mine.yaml")).data.path == "größe/李"
-    code = f"from course import config; print(ascii(config.load({str(tmp_path / 'mine.yaml')!r}).data.path))"
+def test_a_preset_is_read_in_each_encoding_and_in_a_latin_1_locale(tmp_path):
+    files = [tmp_path / f"{encoding}.yaml" for encoding in ENCODINGS]
+    for encoding, file in zip(ENCODINGS, files, strict=True):
+        file.write_bytes(encoded("base: vit-demo\ndata: {path: größe/李}\n", encoding))
+        assert config.load(str(file)).data.path == "größe/李"
+    code = f"from course import config; print([ascii(config.load(file).data.path) for file in {[*map(str, files)]!r}])"
     done = subprocess.run([sys.executable, "-X", "utf8=0", "-c", code], capture_output=True, encoding="ascii",
                           env={"LC_ALL": "C", "PATH": "/usr/bin:/bin", "PYTHONCOERCECLOCALE": "0"})
-    assert done.stdout.strip() == ascii("größe/李"), done.stderr
+    assert done.stdout.strip() == str([ascii("größe/李")] * len(files)), done.stderr
 
 
 def test_a_preset_that_is_not_utf_8_is_a_sentence(tmp_path):

@@ -140,7 +140,8 @@ def on_a_rank(*given, **more):
     command.convert(join("cpu"), *given, **more)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp=2 zero=true", "dp=2 zero=3"])
+@pytest.mark.parametrize("layout", ["tp=2", *(pytest.param(layout, marks=pytest.mark.slow)
+                                              for layout in ("pp=2", "dp=2 zero=true", "dp=2 zero=3"))])
 def test_two_ranks_write_what_one_process_writes_for_them(layout, tmp_path):
     hf.theirs("llama").save_pretrained(tmp_path / "in")
     keys = [f"parallel.{key}" for key in layout.split()]

@@ -238,7 +238,7 @@ def abandoned(names: set[str]) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("kind", ["dali", "dali_numpy"])
+@pytest.mark.parametrize("kind", ["dali", pytest.param("dali_numpy", marks=pytest.mark.slow)])
 def test_without_dali_one_sentence_says_how_to_get_it(own_data, kind):
     """In a process of its own: here DALI may be imported already."""
     code = ("import sys; sys.modules['nvidia.dali'] = None\n"

@@ -166,6 +166,7 @@ def changes(air: Atmosphere, state: torch.Tensor, days: float, hours: float) -> 
     return (air.budget(state)[0] / mass - 1).abs().item(), (change / energy).item(), (change / kinetic).item()
 
 
+@pytest.mark.slow
 def test_unforced_mass_is_kept_to_rounding_and_energy_nearly():
     """Ten days, nothing forced or smoothed, mountains included, in steps of half an hour.
 
@@ -184,6 +185,7 @@ def test_long_steps_lose_no_more_energy_than_short_ones():
     assert abs(changes(air, state, 4, 6)[2] - changes(air, state, 4, 0.5)[2]) < 0.02
 
 
+@pytest.mark.slow
 def test_forced_energy_is_steady_and_the_fields_are_weather():
     """Thirty days after spin-up: kinetic energy keeps its level; jets aloft, easterlies in the tropics, cold poles."""
     air = Atmosphere(21)
@@ -236,6 +238,7 @@ def u10(grid: tuple[int, int], days: int, spin_up: int) -> np.ndarray:
     return np.stack(out)
 
 
+@pytest.mark.slow
 def test_six_hours_are_neither_trivial_nor_chaos():
     """Persistence's anomaly correlation of u10 on the default grid."""
     assert 0.85 < skill(u10((32, 64), 30, 20)) < 0.97
@@ -324,6 +327,7 @@ def test_a_whole_data_set_is_left_alone_and_one_without_statistics_gets_them(mad
     assert (path / "stats/time_means.npy").read_bytes() == before[path / "stats/time_means.npy"][1]
 
 
+@pytest.mark.slow
 def test_of_two_that_want_it_at_once_one_makes_it_and_the_other_waits(made, tmp_path):
     """As two notebooks do whose lessons begin with it."""
     command = ["data", "weather", f"path={tmp_path / 'w'}", "grid=[16,32]", "train=2", "times=3", "device=cpu"]

@@ -13,7 +13,8 @@ from experiments import heldout
 LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
 
 
-@LISTS
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if place else [])
+                                  for place, name in enumerate(heldout.SEEDS)])
 def test_the_committed_list_is_what_the_seed_draws(name):
     committed, grid = results.load(f"{name}"), heldout.GRIDS.get(name, heldout.GRID)
     assert committed["configurations"] == heldout.drawn(name)

@@ -60,6 +60,7 @@ def test_validation_is_the_loss_alone(run):
     assert 0.3 < records[-1]["valid_loss"] < 3 and "valid_rmse" not in records[-1]
 
 
+@pytest.mark.slow
 def test_validation_is_the_same_mean_over_every_sample_in_any_layout(run):
     """299 samples in batches of 8: the last is padded."""
     from course.ranks.notebook_ranks import ranks
@@ -183,7 +184,7 @@ def on_ranks(folder, *more):
     return run_folder(c)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["pp=2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp=2", "cp=2"))])
 def test_a_run_of_any_layout_draws_what_one_process_would(layout, tmp_path):
     run, _ = ranks(2)(on_ranks, tmp_path / "two", f"parallel.{layout}", "train.micro_batch=2")
     alone, = ranks(1)(on_ranks, tmp_path / "one")

@@ -120,7 +120,8 @@ def on_ranks(words, folder, *more):
     return run_folder(c)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "dp=2 zero=true", "dp=2 zero=3"])
+@pytest.mark.parametrize("layout", ["tp=2", *(pytest.param(layout, marks=pytest.mark.slow)
+                                              for layout in ("cp=2", "pp=2", "dp=2 zero=true", "dp=2 zero=3"))])
 def test_a_run_of_any_layout_writes_what_one_process_would(layout, words, tmp_path):
     """In float64, so that the layouts' weights differ by 1e-15 and no draw falls otherwise."""
     parallel = [f"parallel.{key}" for key in layout.split()] + ["train.micro_batch=2"]

@@ -57,6 +57,7 @@ def test_objects_of_one_cell_are_below_one_set_of_imports(name):
         assert set(exercise.names) < set(space)
 
 
+@pytest.mark.slow
 def test_whatever_an_exercise_needs_can_be_imported_from_a_copy(tmp_path):
     stubs.build_blanked_package((), tmp_path)
     modules = [f"course.lab.{part}.{path.stem}" for part in ("exercises", "instruments", "figures")

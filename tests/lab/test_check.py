@@ -152,6 +152,7 @@ def test_who_starts_ranks_for_an_answer_does_without_pytorch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_who_looks_for_a_mistake_says_so():
     said = []
     wrong_one = "def roofline_seconds(*row):\n    return 1.0\n"
@@ -258,6 +259,7 @@ def test_what_was_asked_is_said_for_each_number(name):
         assert len(found[key]) == len(asked[key] if isinstance(asked, dict) else asked), key
 
 
+@pytest.mark.slow
 def test_what_was_asked_can_be_asked_again():
     """A call as it is shown, and the number that is said to be right."""
     own = {"pipeline_seconds": lesson17_performance_model.pipeline_seconds}
@@ -267,6 +269,7 @@ def test_what_was_asked_can_be_asked_again():
         assert float(wrong) != float(right) == pytest.approx(eval(call, own), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
     half = "def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b) / 2\n"
     exercise = find("roofline")
@@ -281,14 +284,13 @@ def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
     assert not any(f"{max(f / p, m / b):.4g}"[:5] in text or f"{f:.4g}" in text for f, m, p, b in hidden)
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ("raise ValueError(f)", "it stopped with an error, which is left out"),
-    ("raise type(f'E{f:.0f}', (Exception,), {})('here')", "it stopped with an error, which is left out"),
-    ("import os; os._exit(1 + int(f) % 200)", "it ended before it returned anything"),
-    ("return f'{f}'", "cannot be used"),
-    ("import json, os; open('error-0.json', 'w').write(json.dumps(dict(kind='late', text=f'{f}', cure=f'{f}'))); os._exit(0)",
-     "it took too long"),
-])
+@pytest.mark.parametrize(("body", "words"), [("raise ValueError(f)", "it stopped with an error, which is left out"), *(
+    pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("raise type(f'E{f:.0f}', (Exception,), {})('here')", "it stopped with an error, which is left out"),
+        ("import os; os._exit(1 + int(f) % 200)", "it ended before it returned anything"),
+        ("return f'{f}'", "cannot be used"),
+        ("import json, os; open('error-0.json', 'w').write(json.dumps(dict(kind='late', text=f'{f}', cure=f'{f}'))); os._exit(0)",
+         "it took too long")))])
 def test_an_answer_that_stops_cannot_say_what_it_was_given_where_that_is_hidden(body, words):
     source = f"def roofline_seconds(f, m, p, b):\n    {body}\n"
     hidden = find("roofline").draw(5, True)["work"].tolist()

@@ -7,6 +7,7 @@ from course.lab.checks import random_inputs
 from course.lab.checks.exercise import all_exercises
 
 EXERCISES = all_exercises()
+LONG = ("place-experts", "order-step")                # each draw takes about a second
 SEEDS = [5, 6, 2**31 + 7, 2**100 + 3, 2**127 + 11, 2**127 - 2]
 
 
@@ -34,7 +35,7 @@ def test_numbers_of_a_large_seed_are_spread_evenly():
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in EXERCISES])
 def test_seeds_that_share_their_low_64_bits_draw_apart(name, hidden):
     """Whatever differs between a seed and the next one differs between seeds 2**64 apart."""
     def changed(by):

@@ -253,9 +253,11 @@ CONSTANT = {                                         # outputs of hidden inputs 
 
 # processes, or long
 APART = ["rendezvous", "batch-script", "diagnose", "place-ranks", "whole-block", "convert-foreign", "plan-training"]
+LONG = [*APART, "flash-forward", "flash-backward", "loss-scaler", "half-trainer", "add-norm", "add-norm-backward",
+        "cross-entropy", "order-step", "place-experts", "loader", "read-ahead", "online-softmax"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in APART else [])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 or name in LONG else [])
                                   for name, exercise in all_exercises().items()])
 def test_outputs_made_for_one_seed_fail_on_every_other(name):
     """Files that an answer wrote on other inputs, however right, give no point: some output is another for every seed. What never

@@ -23,6 +23,7 @@ def test_an_error_inside_a_kernel_names_the_learners_line():
     assert misspelt.kind == "NameError" and "return mew, total, y" in misspelt.error
 
 
+@pytest.mark.slow
 def test_a_kernel_keeps_no_lines_of_a_longer_answer_before_it():
     source = right(find("flash-forward"))
     longer = source.replace("    store_tile(y +", "    sums = total\n    store_tile(y +")

@@ -37,6 +37,7 @@ def check(monkeypatch, capsys, tmp_path):
     return called
 
 
+@pytest.mark.slow
 def test_anothers_notebook_is_refused_where_nothing_isolates(bare, check, tmp_path):
     theirs = tmp_path / "submissions/bob/00_start_here.ipynb"
     ran, said = check(theirs)
@@ -65,6 +66,7 @@ def test_a_link_from_ones_own_folder_is_another_file(bare, check, tmp_path):
     assert not check(tmp_path / "mine/notebooks/submissions/bob/00_start_here.ipynb")[0]      # handed in, and put there
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 def test_what_another_user_put_into_ones_folder_is_not_ones_own(bare, check, tmp_path):
     own_notebooks.remember_course(tmp_path / "mine")

@@ -127,6 +127,7 @@ def test_the_result_file_that_counts_is_that_of_the_later_attempt(tmp_path, name
     assert on_cluster.result_files(tmp_path)[learner, "00"] == paths
 
 
+@pytest.mark.slow
 def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
     """Folders as unpacked by tools of Linux, Windows and macOS; a locale without the letters."""
     raw = os.fsencode(tmp_path)

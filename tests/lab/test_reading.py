@@ -167,6 +167,7 @@ def test_somebody_elses_notebook_is_read_in_the_sandbox_and_ones_own_here(tmp_pa
         submissions.read_file(theirs)
 
 
+@pytest.mark.slow
 def test_a_class_is_graded_without_parsing_anything_of_it_here(tmp_path, monkeypatch, capsys):
     passing(monkeypatch)
     for number, name in enumerate(("aliases.py", "many lines.ipynb", "brackets.ipynb", "right.ipynb")):

@@ -138,6 +138,7 @@ def test_notebooks_are_blank(out):
         assert stubs.BEGIN not in path.read_text() and stubs.STUB in "\n".join(notebook_cells.code_cells(notebook))
 
 
+@pytest.mark.slow
 def test_a_learner_can_check_there(out):
     """The released package alone, from the released folder."""
     done = subprocess.run([sys.executable, "-m", "course.cli", "check", "notebooks/00_start_here.ipynb"], cwd=out, text=True,
@@ -157,6 +158,7 @@ def python(folder, *words):
                           env={**os.environ, "PYTHONPATH": str(folder)})
 
 
+@pytest.mark.slow
 def test_a_copy_that_hides_its_answers_shows_none(hiding):
     """No body of an answer of two lines or more, and no known mistake, is in any file of it."""
     texts = {path: path.read_text(errors="replace") for path in hiding.rglob("*") if path.is_file()}
@@ -190,6 +192,7 @@ def test_a_copy_that_hides_its_answers_checks_answers(hiding, tmp_path, exercise
         assert done.returncode == status and said in " ".join(done.stdout.split()), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_copy_that_hides_its_answers_are_those_of_the_clone(hiding):
     program = "from course.lab.checks.exercise import all_exercises\n" \
               "for one in all_exercises().values(): print(one.name, one.version)"

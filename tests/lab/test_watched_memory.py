@@ -56,6 +56,7 @@ print(INTERPRETED, accesses.loads, torch.equal(y, x + 1))
 """
 
 
+@pytest.mark.slow
 def test_kernels_that_are_compiled_elsewhere_are_watched_too():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)

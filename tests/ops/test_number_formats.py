@@ -50,6 +50,7 @@ def test_narrow_stays_narrow_where_tp_adds_a_bias_in_32_bits(preset, settings):
     assert found[0][1] == found[1][1] == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_narrow_layouts_can_be_verified():
     """The exact run beside it, in float64, has no 16 bits to be narrow in."""
     c = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "stream=narrow", "model.residual=false", "parallel.tp=2"])

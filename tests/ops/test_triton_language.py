@@ -47,6 +47,7 @@ def test_interpreted_kernel_multiplies_bf16_matrices():
     torch.testing.assert_close(z, x.float() @ y.float())
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_kernels_run_if_triton_was_imported_before():
     """Then `tl.sum` is a compiled function."""

@@ -41,7 +41,7 @@ def told(process: "subprocess.Popen[str]") -> str:
         process.communicate()
 
 
-@pytest.mark.parametrize("pty", [True, False])
+@pytest.mark.parametrize("pty", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_task_of_slurm_that_is_alone_says_so(pty):
     port = 20000 + os.getpid() % 12000
     more = {"SLURM_PTY_PORT": "40000"} if pty else {}
@@ -50,6 +50,7 @@ def test_a_task_of_slurm_that_is_alone_says_so(pty):
     assert "env -u SLURM_STEP_NUM_TASKS course" in sentence and ("srun --pty" in sentence) == pty
 
 
+@pytest.mark.slow
 def test_who_is_there_is_not_named_and_only_the_lowest_tells():
     common = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [joining(**common, RANK=rank) for rank in ("0", "2", "3")]
@@ -63,7 +64,8 @@ def test_who_is_there_is_not_named_and_only_the_lowest_tells():
     assert all("course: " not in process.communicate()[1] for process in processes[1:])
 
 
-@pytest.mark.parametrize("address, why", [("127.0.0.1", "nobody listens there"), ("no-such-node.invalid", "is not known on")])
+@pytest.mark.parametrize("address, why", [
+    ("127.0.0.1", "nobody listens there"), pytest.param("no-such-node.invalid", "is not known on", marks=pytest.mark.slow)])
 def test_rank_0_that_is_not_there_is_named_with_the_reason(address, why):
     sentence = told(joining(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(free_port())))
     assert f"rank 1 waits at {address}:" in sentence and "for rank 0 of 2" in sentence and why in sentence
@@ -107,7 +109,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("size, stop", [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("size, stop", [(2, True), *(pytest.param(1, stop, marks=pytest.mark.slow) for stop in (False, True))])
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path, size, stop):
     program = tmp_path / "rank.py"
     program.write_text(LOOP.format(root=os.getcwd(), stop=stop))

@@ -151,7 +151,8 @@ COMPILED = [("vit", ""), ("vit", "stream=narrow"), ("vit", "precision=fp32"), ("
             ("dit", "train.recompute=selective"), ("moe", "")]
 
 
-@pytest.mark.parametrize(("kind", "spec"), COMPILED)
+@pytest.mark.parametrize(("kind", "spec"), [pytest.param(*one, marks=pytest.mark.slow if place else [])
+                                            for place, one in enumerate(COMPILED)])
 def test_a_compiled_block_keeps_what_is_predicted(kind, spec):
     torch._dynamo.reset()
     settings = [*{"swiglu": LLAMA, "qwen": QWEN}[spec], "stream=narrow"] if spec in ("swiglu", "qwen") else spec.split()
@@ -298,7 +299,7 @@ def test_the_fullest_rank_of_experts(size, spec, more):
 MUON = ["optim.name=muon", "model.dim=256", "train.global_batch=2"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])      # slow on a CPU
 @pytest.mark.parametrize("kind", ["vit", "gpt", "dit"])
 def test_muon_has_temporaries_as_large_as_the_weights(kind, precision):
     settings = [f"precision={precision}", *MUON]

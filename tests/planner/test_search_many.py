@@ -18,6 +18,7 @@ from course.utils.errors import CourseError
 H100 = hardware.load("h100-80")
 
 
+@pytest.mark.slow
 def test_a_few_thousand_predictions_for_thousands_of_layouts(monkeypatch):
     """15,120 has 80 divisors, and so has each rank's share of as many samples: 150,000 variants before their ways vary."""
     asked, predict = [], step_time.predict
@@ -41,8 +42,9 @@ def test_what_is_refused_in_every_variant_is_asked_about_once(monkeypatch):
 
 @pytest.mark.parametrize(("preset", "settings", "gpus", "precisions"), [
     pytest.param("gpt-1.3b", ["train.global_batch=960"], 240, ["bf16"], marks=pytest.mark.slow),
-    ("gpt-7b", ["compile=true", "train.global_batch=256"], 64, ["bf16", "fp8"]),
-    ("vit-mp", ["data.source=mock", "train.global_batch=96"], 96, ["bf16"]), ("gpt-7b", ["model.context=65536"], 32, ["bf16"])])
+    pytest.param("gpt-7b", ["compile=true", "train.global_batch=256"], 64, ["bf16", "fp8"], marks=pytest.mark.slow),
+    ("vit-mp", ["data.source=mock", "train.global_batch=96"], 96, ["bf16"]),
+    pytest.param("gpt-7b", ["model.context=65536"], 32, ["bf16"], marks=pytest.mark.slow)])
 def test_what_is_left_out_changes_nothing_of_the_first(preset, settings, gpus, precisions, monkeypatch):
     asked = load(preset, settings), H100, gpus, (), precisions
     found = []
@@ -76,8 +78,9 @@ def test_no_step_is_below_the_least():
     assert seen > 300 and worst >= search.LEAST_SAMPLE_TIME
 
 
-@pytest.mark.parametrize(("preset", "settings"), [("gpt-7b", []), ("gpt-1.3b", ["compile=true", "optim.name=sgd"]),
-                                                  ("dit-xl", []), ("gpt-7b", ["precision=fp8", "parallel.overlap=none"])])
+@pytest.mark.parametrize(("preset", "settings"), [("gpt-1.3b", ["compile=true", "optim.name=sgd"]), *(
+    pytest.param(*one, marks=pytest.mark.slow) for one in (("gpt-7b", []), ("dit-xl", []),
+                                                           ("gpt-7b", ["precision=fp8", "parallel.overlap=none"])))])
 def test_the_tightest_variant_is_among_the_few(preset, settings):
     """1f1b keeps the least of all schedules, and all overlaps keep as much. Full recomputation need not keep the least."""
     base = load(preset, ["train.global_batch=48", *settings])
@@ -93,6 +96,7 @@ def test_the_tightest_variant_is_among_the_few(preset, settings):
                                                                                                                 for one in few]
 
 
+@pytest.mark.slow
 def test_as_many_layouts_are_listed_as_are_asked_for():
     """Of thousands, of which the search else looks for the 32 fastest; those are the same."""
     asked = load("gpt-7b", ["train.global_batch=15120"]), H100, 15120
@@ -101,7 +105,8 @@ def test_as_many_layouts_are_listed_as_are_asked_for():
     assert many.layouts[:search.REFINED] == few.layouts[:search.REFINED]
 
 
-@pytest.mark.parametrize("settings", [[], ["precision=fp8"], ["model.depth=8648640"]])
+@pytest.mark.parametrize("settings", [["model.depth=8648640"], *(pytest.param(one, marks=pytest.mark.slow)
+                                                                 for one in ([], ["precision=fp8"]))])
 def test_ten_million_blocks_take_no_longer_than_a_hundred(settings):
     """The last number has 448 divisors: a rank's chunks were all of them, each with its schedule. And no block is gone through by
     name. Seconds of a core, of which there are 3 here: with all chunks it took minutes."""

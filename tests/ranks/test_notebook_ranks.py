@@ -453,7 +453,8 @@ def test_groups_of_a_call_that_is_over_leave_no_threads():
         assert few <= many - 10
 
 
-@pytest.mark.parametrize("doing", ["child.wait()", "os.kill(os.getpid(), signal.SIGSTOP)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
+@pytest.mark.parametrize("doing", ["os.kill(os.getpid(), signal.SIGSTOP)", *(
+    pytest.param(one, marks=pytest.mark.slow) for one in ("child.wait()", "re.match('(a+)+$', 'a' * 60 + 'b')"))])
 def test_ranks_and_their_children_end_with_their_caller(tmp_path, doing):
     """Also those that are stopped, or hold Python's lock, and so cannot see that it is gone."""
     program = tmp_path / "caller.py"

@@ -226,6 +226,7 @@ def test_a_note_of_what_begins_costs_next_to_nothing(tmp_path):
     assert (time.thread_time() - begin) / 10_000 < 20e-6       # seconds; a step takes thousands of times that
 
 
+@pytest.mark.slow
 def test_the_flight_recorder_tells_which_collective_is_not_complete(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")           # as `join` sets it
     close(2)
@@ -284,6 +285,7 @@ def wait_for_another_rank():
     return told
 
 
+@pytest.mark.slow
 def test_pytorchs_own_limit_is_what_it_is_told_and_follows_stall_s(tiny, monkeypatch):
     told = ranks(2, timeout=90)(wait_for_another_rank)[0]
     close(2)                                         # their groups are broken

@@ -55,6 +55,7 @@ def test_blocks_that_recompute_are_compiled_too(how):
     assert graphs == 4
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_compiled_one_by_one_and_never_left_out():
     """Ten versions of a block are more than PyTorch's limit, beyond which it would run the others uncompiled."""
     settings = ("model.dropout=0.1", "model.drop_path=0.2")

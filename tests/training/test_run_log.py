@@ -42,7 +42,7 @@ def whole(small_data, tmp_path_factory):
 
 @pytest.mark.parametrize("step", [3, 12])
 @pytest.mark.parametrize("lost", ["", "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints"])
-@pytest.mark.parametrize("how", ["remove", "rename"])
+@pytest.mark.parametrize("how", ["remove", pytest.param("rename", marks=pytest.mark.slow)])
 def test_what_is_removed_while_training_is_written_again(tiny, monkeypatch, capsys, whole, lost, how, step):
     """The steps before are in metrics.jsonl, too; step 12 is the last."""
     settings = [*tiny, "log.tensorboard=true", "checkpoint.every=2"]

@@ -351,8 +351,8 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(f"no step {step} within a minute")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow)
-                                                      for number in (signal.SIGUSR1, signal.SIGINT))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_path, number):
     """The signal goes to every process of the job, the loader's workers too, as batch systems and Ctrl-C send it."""
     settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=400", "checkpoint.every=1000", "model.depth=1",
@@ -399,6 +399,7 @@ def test_two_ranks_train_as_one(small_data, tmp_path, layout):
     assert len(pictures(one)) == 2 and pictures(one) == pictures(two)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):
     settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=2000", "checkpoint.every=10000"]
     process = start([*settings, "log.name=pair"], ranks=2)
@@ -450,6 +451,7 @@ train.main(config.load("vit-demo", ["data.source=mock", "train.device={device}",
     return [line for line in done.stderr.splitlines() if re.match(r"\[rank\d\]: |another rank has failed", line)]    # no warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["trains on", pytest.param("is stuck", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
     """Its own traceback first; a rank that is stuck where no signal reaches it, as in a collective on a GPU, ends as well."""
