@@ -63,7 +63,8 @@ def main(file: Path) -> None:
             "meaning": "a GPT of 4 blocks, trained in bf16. others_gb: what the fullest GPU holds besides PyTorch's memory; "
                        "groups: process groups of a rank; planned: as the planner counts them"}
     rows = gpu_pool.Rows(file, head, list(LAYOUTS), "layout")
-    for layout in LAYOUTS:
+    done = rows.resume("others_gb")
+    for layout in (layout for layout in LAYOUTS if layout not in done):
         program = ["-m", "experiments.communicators", "measure", layout]
         if layout != "alone":
             program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]

@@ -7,7 +7,7 @@ import torch
 from course import config as configuration
 from course.config import Config
 from course.config.schema import as_plain, as_text, changed_leaves
-from course.planner import flops, memory, memory_check
+from course.planner import flops, free_memory, memory
 from course.planner.search_space import changed
 
 HEAD = ("preset", "parameters", "active", "GB", "data", "what it is")
@@ -23,13 +23,13 @@ def main(name: str = "") -> None:
     found = [(preset, alone(configuration.load(preset))) for preset in configuration.presets()]
     needs = {preset: memory.predict(config).total for preset, config in found}
     found.sort(key=lambda one: needs[one[0]] >= LAPTOP)
-    rows = [HEAD, *(row(preset, config, needs[preset], memory_check.fits(config, memory_check.free(device), device))
+    rows = [HEAD, *(row(preset, config, needs[preset], free_memory.fits(config, free_memory.free(device), device))
                     for preset, config in found)]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for preset, size, active, bytes_needed, data, what in rows:
         print(f"{preset:{wide[0]}}  {size:>{wide[1]}}  {active:>{wide[2]}}  {bytes_needed:>{wide[3]}}  {data:{wide[4]}}  {what}")
     print(f"\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it; * fits\n"
-          f"{memory_check.where(device)}. A smaller train.micro_batch and train.recompute=full need less.\n"
+          f"{free_memory.where(device)}. A smaller train.micro_batch and train.recompute=full need less.\n"
           "Active: the parameters that a token uses.\n"
           "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.\n"
           "`course presets NAME` shows the settings of one, `course settings` all that there are.")

@@ -22,7 +22,7 @@ from course.data.weather.metrics import squared_error
 from course.models import Model, ViTConfig, build_model, family_of
 from course.ops.number_formats import parameter_dtype, set_matmul_precision
 from course.parallel import initialize, serial_layout
-from course.planner import memory_check
+from course.planner import free_memory
 from course.training.validation import forward_only, headline, row_weights
 from course.utils import plots
 from course.utils.atomic_files import write_json
@@ -96,7 +96,7 @@ def load_model(run: Path, settings: Config, device: torch.device, average: bool 
     found = checkpoint.newest(run / "checkpoints", print)
     if found is None:
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one, or lower checkpoint.every")
-    memory_check.check_weights(settings, device)
+    free_memory.check_weights(settings, device)
     set_matmul_precision(settings.precision)
     model = build_model(settings.model, settings.train.seed)
     layout = serial_layout(model)

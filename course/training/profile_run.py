@@ -7,7 +7,7 @@ from course import config as configuration
 from course.config import Config
 from course.data import train_loader
 from course.parallel import build_mesh, join, joined
-from course.planner import memory_check
+from course.planner import free_memory
 from course.training import memory_snapshot, trace_breakdown
 from course.training.assemble import assemble
 from course.training.profiler import Window, part, window_of
@@ -36,7 +36,7 @@ def record(config: Config) -> Path | None:
     """Train `profile.after` steps, then `profile.steps` under the profiler. Saves only this rank's trace."""
     mesh = build_mesh(config.parallel, join(config.train.device))
     window = window_of(config.profile, run_folder(config) / "profile", mesh.world.rank, mesh.world.device)
-    memory_check.check(config, mesh)
+    free_memory.check(config, mesh)
     training = assemble(config, mesh)
     batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)
     try:

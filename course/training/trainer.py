@@ -23,7 +23,7 @@ from course.models import GPTConfig, build_model
 from course.parallel import Layout, Mesh, agree, build_mesh, joined
 from course.parallel.mesh import launched, wait_at_most
 from course.parallel.pipeline_parallel.schedules import bubble
-from course.planner import flops, memory_check
+from course.planner import flops, free_memory
 from course.resilience.folder_lock import only_writer
 from course.resilience.preemption import StopSignal
 from course.resilience.stall_watchdog import Watchdog, slow_step_seconds
@@ -60,8 +60,8 @@ def train(config: Config) -> tuple[Path, bool]:
         trackers.check_installed(config)
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
-            memory_check.check(config, mesh)
-            with memory_check.explained(config, mesh):
+            free_memory.check(config, mesh)
+            with free_memory.explained(config, mesh):
                 if (count := num_parameters(config)) > LONG:
                     print_rank0(mesh, f"{config.preset}: drawing {count / 1e9:.2f} billion weights")
                 training = assemble(config, mesh)

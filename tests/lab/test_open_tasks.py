@@ -36,12 +36,12 @@ from course.lab.grading import grade
 from course.lab.grading.submissions import Submission
 from course.lab.instruments import (
     expert_placement,
+    failing_machine,
     faulty_training,
     foreign_model,
     gpu_paths,
     noisy_bowl,
     simulated_sharding,
-    unkind_machine,
     unknown_machine,
 )
 from course.lab.instruments.hidden_process import HiddenProcess
@@ -366,9 +366,9 @@ def test_a_foreign_model_comes_back_from_its_files(which):
             checkpoint.read("model.safetensors", "a")
 
 
-def test_an_unkind_machine_does_what_the_task_says():
+def test_a_failing_machine_does_what_the_task_says():
     """A kill leaves half a file, a power cut what was flushed, a full disk an error; two seconds after a signal it ends."""
-    plan, seen = unkind_machine.Plan(1, 4, 2), []
+    plan, seen = failing_machine.Plan(1, 4, 2), []
 
     def survive(job):
         signal.signal(signal.SIGUSR1, lambda *_: seen.append("asked"))
@@ -384,7 +384,7 @@ def test_an_unkind_machine_does_what_the_task_says():
 
     def live(**fate):
         seen.clear()
-        return unkind_machine.live(survive, unkind_machine.Fate(**fate), plan)
+        return failing_machine.live(survive, failing_machine.Fate(**fate), plan)
 
     whole = live()
     assert sorted(whole.losses) == [1, 2, 3, 4] and (whole.again, whole.wrong_status, whole.left, whole.most) == (0, 0, 4, 4)
@@ -394,15 +394,15 @@ def test_an_unkind_machine_does_what_the_task_says():
     assert seen[1] == {}
     live(full=1)
     assert errno.ENOSPC in seen
-    short = unkind_machine.Fate(damage="flip", place=-1)
-    assert unkind_machine.damaged(b"abc", short) == b"abg"
-    assert unkind_machine.damaged(b"abc", replace(short, damage="cut")) == b"ab"
+    short = failing_machine.Fate(damage="flip", place=-1)
+    assert failing_machine.damaged(b"abc", short) == b"abg"
+    assert failing_machine.damaged(b"abc", replace(short, damage="cut")) == b"ab"
     late = live(warn_step=2)                         # half a step, a write and a step; the next write takes too long
     assert late.losses == whole.losses and late.again == 3 and "asked" in seen
 
 
 def test_the_newest_file_is_the_last_one_written_whatever_its_name():
-    disk, state = unkind_machine.QuietDisk(), bytes(unkind_machine.STATE)
+    disk, state = failing_machine.QuietDisk(), bytes(failing_machine.STATE)
     for name in ("z", "a.partial", "b"):
         disk.write(name, state)
     assert disk.newest() == "b"

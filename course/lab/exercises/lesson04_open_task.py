@@ -270,6 +270,8 @@ def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
 
 def factor(expected: Tensor, got: Tensor) -> str:
     """How many times as far the weights move as they should, in words; "" if the direction is wrong too."""
+    if not got.any():
+        return ", where they stay as they are"
     times = float(got @ expected / expected.square().sum().clamp(min=1e-30))
     along = expected.any() and (got - times * expected).norm() <= TOLERANCE * got.norm()
     return f", {times:.3g} times as far as they should" if along else ""

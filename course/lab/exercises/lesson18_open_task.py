@@ -10,7 +10,7 @@ import torch
 from course.lab.checks import random_inputs
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.instruments.crash_disk import CRASH_KINDS
-from course.lab.instruments.unkind_machine import STATE, Fate, Job, Outcome, Plan, live
+from course.lab.instruments.failing_machine import STATE, Fate, Job, Outcome, Plan, live
 from course.lab.sandbox.limits import Limits
 
 LEFT, FILES, MOST = 2.5, 4, 3.5                      # states on the disk at the end, files there, and states at any time

@@ -29,7 +29,7 @@ from course.lab.grading import on_cluster, sandboxed_reading
 from course.lab.grading.sandboxed_reading import disk_shortage
 from course.lab.grading.submissions import Submission, collect_submissions, exercises_of_lesson, judge_exercise
 from course.lab.sandbox import closed_folders, sandbox
-from course.utils.atomic_files import atomic, sha256
+from course.utils.atomic_files import atomic, sha256, write_json
 from course.utils.errors import CourseError
 from course.utils.machine import cores
 
@@ -267,8 +267,7 @@ def take_in_result_file(result_files: Sequence[Path], graded: Graded, out: Path)
         return
     claim = on_cluster.judge_result(result_files[-1], submission.learner, submission.lesson, submission.path, graded.verdicts,
                                     accounts=accounts(out))
-    with atomic(claim_path) as temporary:
-        temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
+    write_json(claim_path, asdict(claim))
 
 
 def accounts(out: Path) -> dict[str, set[str]]:
@@ -360,9 +359,7 @@ def grade(submission: Submission, out: Path, seed: int, before: Graded | None = 
                 verdicts.append(judge_safely(exercise, submission, exercise_seed(exercise, seed), last=bool(before)))
         graded = Graded(submission, tuple(verdicts))
         if not graded.unchecked:
-            with atomic(result_path(submission, out)) as temporary:
-                record = key | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]}
-                temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+            write_json(result_path(submission, out), key | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]})
         return graded
     except Exception as error:                       # such as a full disk: not the learner's fault
         return Graded(submission, tuple(machine_failed(exercise, error, exercise_seed(exercise, seed)) for exercise in exercises))

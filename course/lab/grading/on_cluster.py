@@ -37,7 +37,7 @@ from course.lab.sandbox import child
 from course.lab.slurm.local_cluster import parse_fields
 from course.parallel.mesh import World, abandon, join, leave
 from course.ranks.collective_mismatch import lost
-from course.utils.atomic_files import atomic, sha256
+from course.utils.atomic_files import atomic, sha256, write_json
 from course.utils.errors import CourseError
 
 SCHEMA = 1
@@ -82,8 +82,7 @@ def check_on_ranks(path: Path, name: str, folder: Path) -> None:
     passed = Verdict(name, tuple(Fact(**fact) for fact in result["facts"])).passed
     if world.rank == 0:
         record = {"exercise": name, "version": exercise.version, "seed": seed, "ranks": world.size, "passed": passed, **result}
-        with atomic(folder / f"{name}.json") as temporary:
-            temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_json(folder / f"{name}.json", record)
         print("\n".join([f"{name}, {world.size} ranks: {'passed' if passed else 'not yet'}",
                          *(f"  {MARKS[outcome(Fact(**fact))][0]} {fact['text']}" for fact in result["facts"])]), flush=True)
     leave()
@@ -174,8 +173,7 @@ def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
               "hardware": {"devices": sorted({device for one in exercises.values() for device in one.get("devices", [])}),
                            "torch": torch.__version__, "python": platform.python_version()}}
     out = path.with_name(path.stem + SUFFIX)
-    with atomic(out) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(out, result)
     return out
 
 

@@ -9,7 +9,7 @@ import torch
 from course import config
 from course.cli import main, presets
 from course.inference import forecast_scores
-from course.planner import memory, memory_check
+from course.planner import free_memory, memory
 from course.planner.search_space import changed
 from course.ranks.notebook_ranks import ranks
 from course.training import trainer
@@ -23,7 +23,7 @@ QUIET = ["train.device=cpu", "log.tensorboard=false", "train.steps=1", "train.th
 def refused(preset, there, *settings, count=1):
     c = changed(config.load(preset, settings), {"parallel.dp": count})
     with pytest.raises(CourseError) as caught:
-        memory_check.refuse(c, memory.predict(c), there, count, CPU)
+        free_memory.refuse(c, memory.predict(c), there, count, CPU)
     return str(caught.value)
 
 
@@ -47,24 +47,24 @@ def test_processes_of_a_machine_share_its_memory():
     words = refused("gpt-124m", 6 * GB, *settings, count=8)
     assert "for its 8 processes here" in words and "take fewer processes: one fits as it is" in words
     c = config.load("gpt-124m", settings)
-    memory_check.refuse(c, memory.predict(c), 6 * GB, 1, CPU)
+    free_memory.refuse(c, memory.predict(c), 6 * GB, 1, CPU)
 
 
 @pytest.mark.parametrize("name", config.presets())
 def test_what_is_predicted_to_fit_is_never_refused(name):
     c = config.load(name)
     found = memory.predict(c)
-    memory_check.refuse(c, found, found.total, 1, CPU)
-    memory_check.refuse(c, found, round(0.8 * found.allocated), 1, CPU)         # nor what may be predicted by a fifth too high
+    free_memory.refuse(c, found, found.total, 1, CPU)
+    free_memory.refuse(c, found, round(0.8 * found.allocated), 1, CPU)         # nor what may be predicted by a fifth too high
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path):
     settings = [*QUIET, f"log.dir={tmp_path}"]
-    with mock.patch.object(memory_check, "free", lambda device: 10**6), pytest.raises(CourseError,
+    with mock.patch.object(free_memory, "free", lambda device: 10**6), pytest.raises(CourseError,
                                                                                       match=r"gpt-demo needs about 0\.0 GB"):
         trainer.main(config.load("gpt-demo", settings))
     assert not list(tmp_path.rglob("config.yaml"))
-    with mock.patch.object(memory_check, "free", lambda device: 10**6):
+    with mock.patch.object(free_memory, "free", lambda device: 10**6):
         trainer.main(config.load("gpt-demo", [*settings, "train.check_memory=false"]))
 
 
@@ -72,20 +72,20 @@ def test_a_run_whose_weights_do_not_fit_is_not_loaded(tmp_path):
     run = trainer.main(config.load("gpt-demo", [*QUIET, f"log.dir={tmp_path}"]))
     settings = config.load(str(run / "config.yaml"))
     assert forecast_scores.load_model(run, settings, CPU)[1] == 1
-    with mock.patch.object(memory_check, "free", lambda device: 4 * 200_000), pytest.raises(CourseError, match="weights take"):
+    with mock.patch.object(free_memory, "free", lambda device: 4 * 200_000), pytest.raises(CourseError, match="weights take"):
         forecast_scores.load_model(run, settings, CPU)
 
 
 def refused_on_ranks():
     from course import config
     from course.parallel import build_mesh, join
-    from course.planner import memory_check
+    from course.planner import free_memory
 
     c = config.load("gpt-demo", ["train.device=cpu", "parallel.dp=2"])
     needs = memory.predict(c)
-    with mock.patch.object(memory_check, "free", lambda device: round(1.5 * memory_check.least_bytes(needs, device))):
+    with mock.patch.object(free_memory, "free", lambda device: round(1.5 * free_memory.least_bytes(needs, device))):
         try:
-            memory_check.check(c, build_mesh(c.parallel, join("cpu")))
+            free_memory.check(c, build_mesh(c.parallel, join("cpu")))
         except CourseError as error:
             return str(error)
     return ""
@@ -136,12 +136,12 @@ def test_the_limit_of_a_job_or_container_counts(line, files, expected, tmp_path,
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "self").write_text(f"{line}\n")
-    monkeypatch.setattr(memory_check, "GROUPS", tmp_path)
-    monkeypatch.setattr(memory_check, "OWN", Path(tmp_path / "self"))
-    assert list(memory_check.in_groups()) == expected
-    host = memory_check.psutil
+    monkeypatch.setattr(free_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "OWN", Path(tmp_path / "self"))
+    assert list(free_memory.in_groups()) == expected
+    host = free_memory.psutil
     if expected:
-        assert memory_check.free(CPU) - host.swap_memory().free - host.Process().memory_info().rss <= expected[0] + 10**8
+        assert free_memory.free(CPU) - host.swap_memory().free - host.Process().memory_info().rss <= expected[0] + 10**8
 
 
 @pytest.mark.parametrize("preset", ["gpt-124m", "vit-base", "dit-7b"])
