@@ -252,8 +252,9 @@ class Counted:
         return tensor
 
 
-@pytest.mark.parametrize("old", ["dp=1", "dp=4 zero=true"])
-@pytest.mark.parametrize("new", ["dp=4", "dp=3 bucket_mb=0.003"])
+@pytest.mark.parametrize(("old", "new"), [("dp=4 zero=true", "dp=3 bucket_mb=0.003"), *(
+    pytest.param(*one, marks=pytest.mark.slow) for one in (("dp=1", "dp=4"), ("dp=1", "dp=3 bucket_mb=0.003"),
+                                                           ("dp=4 zero=true", "dp=4")))])
 def test_a_rank_reads_the_bytes_that_it_holds_and_no_others(serial, tmp_path, monkeypatch, old, new):
     """ZeRO-1's flat ranges, of flat ranges and of whole tensors, many of which are larger than a bucket."""
     _, source, index = serial

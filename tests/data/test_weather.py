@@ -178,6 +178,7 @@ def test_unforced_mass_is_kept_to_rounding_and_energy_nearly():
     assert mass < 1e-13 and abs(energy) < 5e-4 and abs(kinetic) < 0.1
 
 
+@pytest.mark.slow
 def test_long_steps_lose_no_more_energy_than_short_ones():
     """With smoothing, as the weather is made, steps of 72 and of 30 minutes differ by under 2% of the kinetic energy."""
     air = Atmosphere(21, Physics(forced=False), torch.float64)
@@ -305,6 +306,7 @@ def test_channels_are_plausible(made, name):
         assert fields.min() >= 0 and (name == "tcwv" or fields.max() <= 100)
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_bytes(made, tmp_path):
     again = dataclasses.replace(made[0], path=str(tmp_path / "again"))
     make(again, quiet)

@@ -24,6 +24,7 @@ def verdict(name: str, source: str, seed: int = 5, **how):
     return check.check_answer(find(name), notebook_cells.whole_answer(source), seed, **how)
 
 
+@pytest.mark.slow
 def test_two_mistakes_at_once_get_a_hint_for_one():
     """Each spoils an output of its own, so that what came is the work of neither alone."""
     first, second = (next(m for m in known_mistakes(find("matmul-cost")) if m.name == name)
@@ -120,11 +121,12 @@ def test_an_answer_for_one_seed_fails_on_another():
     (f"def roofline_seconds(*row):\n    {stubs.STUB}\n", "not written yet", "replace the line"),
     ("def roofline_seconds(*row):\n    return 1 / 0\n", "line 2 of the cell", "line of your code"),
     ("def roofline_seconds(*row)\n    return 1\n", "SyntaxError: expected ':'\n      line 1 of the cell", "line of your code"),
-    ("import sys\ndef roofline_seconds(*row):\n    sys.exit(0)\n", "SystemExit", "line of your code"),
-    ("import os\ndef roofline_seconds(*row):\n    os._exit(0)\n", "before it returned anything", "ends the process"),
-    ("import os\ndef roofline_seconds(*row):\n    os.abort()\n", "crashed", "ends the process"),
-    ("def roofline_seconds(*row):\n    return float('nan')\n", "gave nan", ""),
-    ("def roofline_seconds(*row):\n    return 'three'\n", "returned a str ('three'); a number is wanted", "one number"),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("import sys\ndef roofline_seconds(*row):\n    sys.exit(0)\n", "SystemExit", "line of your code"),
+        ("import os\ndef roofline_seconds(*row):\n    os._exit(0)\n", "before it returned anything", "ends the process"),
+        ("import os\ndef roofline_seconds(*row):\n    os.abort()\n", "crashed", "ends the process"),
+        ("def roofline_seconds(*row):\n    return float('nan')\n", "gave nan", ""),
+        ("def roofline_seconds(*row):\n    return 'three'\n", "returned a str ('three'); a number is wanted", "one number"))),
 ])
 def test_what_stops_an_answer_is_said(source, words, hint):
     found = verdict("roofline", source)
@@ -232,6 +234,7 @@ def test_who_stopped_where_among_ranks(body, words, hint, monkeypatch):
     assert time.monotonic() - begin < 40             # a minute, of which ranks wait 20 seconds less here
 
 
+@pytest.mark.slow
 def test_lines_are_counted_in_the_cell_that_they_are_in():
     """Not in the answer that is put together from imports and helpers of other cells."""
     helper = "import math\n\n# two times in one\nimport torch\ndef longer(a, b):\n    return max(a, b) / zero\n"
@@ -242,6 +245,7 @@ def test_lines_are_counted_in_the_cell_that_they_are_in():
     assert "line 6 of the cell that begins with `import math`: return max(a, b) / zero" in text
 
 
+@pytest.mark.slow
 def test_annotations_of_the_future_are_for_all_cells():
     mine = "def roofline_seconds(f: No, m: Such, p, b) -> Name:\n    return f"
     answer = notebook_cells.definitions(["from __future__ import annotations", mine], ["roofline_seconds"])
@@ -401,6 +405,7 @@ def test_facts_are_counted_against_all_claims():
     assert "0 of 26 checks hold" in render.headline(check.unreadable_verdict(find("accumulate"), "it is not there", "write it"))
 
 
+@pytest.mark.slow
 def test_seconds_are_those_that_one_waits(monkeypatch):
     """Those of the library's answer, too."""
     real = check.expected_run

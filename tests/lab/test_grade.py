@@ -155,6 +155,7 @@ def test_a_misnamed_notebook_is_of_the_lesson_that_is_in_it_and_a_damaged_one_is
     assert "gil/01_baseline.ipynb cannot be read" in notes[1]
 
 
+@pytest.mark.slow
 def test_refuses_to_run_others_code_without_isolation(tmp_path, monkeypatch):
     classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.notebook("00"))
     monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(False, False, {"namespaces": "no bubblewrap here"}))

@@ -269,6 +269,7 @@ def test_a_leak_is_found(root, change, words):
     assert any(words in line for line in lessons.verify([], root))
 
 
+@pytest.mark.slow
 def test_build_executes_keeps_outputs_and_hides_this_machine(root, capsys):
     text = MASTER.replace('print("ran")', 'import os, sys\nprint("ran in", os.getcwd(), sys.prefix)')
     master(root).write_text(text.replace('# %% exercise="relative-l2"\nfrom course.models.vit import RelativeL2\n', ""))

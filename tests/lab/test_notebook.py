@@ -142,6 +142,7 @@ def test_a_blank_is_named_in_place_of_a_traceback():
         assert shell.shown[0] is kind and words in str(shell.shown[1])
 
 
+@pytest.mark.slow
 def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     script = tmp_path / "00_x.py"
     script.write_text('# %% exercise="roofline"\ndef roofline_seconds(a, b, c, d):\n'
@@ -165,6 +166,7 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     assert "matmul_cost is not defined" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_answer_that_the_notebook_only_imports_is_to_be_defined_there(monkeypatch, capsys):
     own = "from course.lab.exercises.lesson00_start_here import roofline_seconds"
     monkeypatch.setattr(notebook, "written", lambda: [own])

@@ -413,6 +413,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):
     assert len(checkpoint.steps(folder / "checkpoints")) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_the_axes_do_not_fill_are_refused_with_the_arithmetic(small_data, tmp_path):
     process = start([*tiny_settings(small_data, tmp_path), "train.global_batch=6", "parallel.dp=3"], ranks=2)
     out, _ = process.communicate(timeout=60)
