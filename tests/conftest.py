@@ -24,9 +24,9 @@ os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that te
 GRID = (8, 16)
 LONGEST = "tests/lab/test_lessons.py"                # one process takes minutes for each lesson
 # of the slow tests whose names begin so, continuous integration runs one part each time; the first that fits counts
-PARTS = {"tests/lab/test_lessons.py::test_masters_execute": 4, "tests/lab/test_sandbox.py": 1, "tests/lab/": 12,
+PARTS = {"tests/lab/test_lessons.py::test_masters_execute": 6, "tests/lab/test_sandbox.py": 1, "tests/lab/": 12,
          "tests/bench/": 12, "tests/experiments/": 12, "tests/test_docs.py": 12, "tests/planner/": 6, "tests/data/": 3,
-         "tests/inference/": 3, "tests/training/test_verify": 3, "tests/convert/test_reshard.py": 12, "tests/parallel/": 2}
+         "tests/inference/": 3, "tests/training/test_verify": 3, "tests/convert/test_reshard.py": 12, "tests/parallel/": 3}
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 
