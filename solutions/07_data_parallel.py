@@ -113,8 +113,9 @@ lab.beside("difference of the average of own means", my_difference,
 # The average is wrong, here by a sixth, because each sample of the second half counts more than one of the first. A run
 # trained like this looks healthy, but its result is worse than it should be.
 #
-# The cure is the one of lesson 01: add up, and divide once, by the weight $W$ of the **global** batch, here 5. At the end,
-# averaging divides by the number of ranks `dp`, which is one division too many. So each rank back-propagates
+# The cure is the one of lesson 01: add up, and divide once, by the weight $W$ of the **global** batch. This weight is the
+# number of its real samples, here 5. At the end, averaging divides by the number of ranks `dp`, which is one division too
+# many. So each rank back-propagates
 #
 # $$\text{sum of its losses}\cdot\frac{dp}{W}$$
 
@@ -125,14 +126,15 @@ print(f"difference with the rule sum x dp / W: "
 
 # %% [markdown]
 # The remaining difference is rounding. The rule holds for any number of ranks and any padding. Computing $W$ costs one
-# all-reduce of a single number. It is `global_weight` in `eager`, which you wrote in lesson 01; there `dp` was 1.
+# all-reduce of a single number. The function `eager`, which you wrote in lesson 01, calls `global_weight` for it; there
+# `dp` was 1.
 #
 # > **Question.** Each rank reports its share of the loss: its sum over $W$. What must you do with the shares to log the mean
 # > over the global batch?
 #
 # <details><summary>Answer</summary>
-# Add them up: the sum over ranks of (sum / <i>W</i>) is the mean. A program that logs rank 0's loss alone shows the loss of a
-# part of the batch. That number is noisier than it should be, and it changes with the number of ranks.
+# Add them up: the sum of all ranks' shares is the mean. A program that logs rank 0's loss alone shows the loss of a part of
+# the batch. That number is noisier than it should be, and it changes with the number of ranks.
 # </details>
 #
 # ## What each rank has
@@ -217,11 +219,11 @@ def pass_right_at_once():
 print(ranks(4)(pass_right_at_once))
 
 # %% [markdown]
-# > **Question.** What may you not do with `mine` and with `from_left` between `isend`, `irecv` and their `wait()`?
+# > **Question.** What must you not do with `mine` and with `from_left` between `isend`, `irecv` and their `wait()`?
 #
 # <details><summary>Answer</summary>
 # Do not write into <code>mine</code>, which may not have left yet. Do not read <code>from_left</code>, which may not have
-# arrived. Nothing stops you, and most of the time it works. That makes it a bad mistake.
+# arrived. Nothing stops you, and most of the time it works. That makes the mistake hard to find.
 # </details>
 #
 # ## All-reduce through rank 0
@@ -302,10 +304,11 @@ slider = widgets.explore(lambda step: data_parallel.ring(4, step), step=list(ran
 # before**. A piece that stays behind would not grow. In the first step, every rank sends the piece with its own number. With
 # three ranks, rank 0 first sends piece 0 to rank 1 and receives piece 2 from rank 2. So rank 0 sends piece 2 next.
 #
-# > **Derive it on paper.** Three ranks take four steps. Write down what each rank sends and receives in each step of both
-# > halves. Then find the rule for rank *r* of *n* in step *s*. Does it change where the second half begins?
+# > **Derive it on paper.** Three ranks take four steps. Write down what each rank sends and receives in each step, first of
+# > the reduce-scatter and then of the all-gather. Then find the rule for rank *r* of *n* in step *s*. Does it change where
+# > the all-gather begins?
 #
-# > **Predict.** How many bytes does each of four ranks send for the 3.57 MB?
+# > **Predict.** How many MB does each of four ranks send for the 3.57 MB?
 
 # %%
 my_ring_megabytes = 3.57         # your prediction
@@ -314,7 +317,7 @@ my_ring_megabytes = 3.57         # your prediction
 # ## Exercise: all-reduce from sends and receives
 #
 # Write it for any number of ranks, and for tensors of any shape, even if n does not divide their size. `axis` says who you
-# are: `axis.rank` of `axis.size`. `axis.ranks` holds the numbers that `dist.isend` and `dist.irecv` want; their third
+# are: `axis.rank` of `axis.size`. `axis.ranks` holds the rank numbers that `dist.isend` and `dist.irecv` want; their third
 # argument is `axis.group`. Leave `x` unchanged.
 #
 # Useful: `tensor_split(n)` cuts a flat tensor into n pieces of nearly equal size. The pieces are *views*: writing into a
@@ -356,8 +359,8 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # are**. So the time for the bytes does not grow with the number of ranks. The number of steps grows, and each step costs a
 # *latency*, the time until the first byte arrives.
 #
-# No all-reduce in which the ranks do the additions can send less (Patarasuk and Yuan 2009). Switches that add, such as
-# NVIDIA's SHARP, need each rank's tensor only once. Data sheets and `nccl-tests` quote the *bus bandwidth* of an all-reduce:
+# No all-reduce in which the ranks do the additions can send less (Patarasuk and Yuan 2009). If the switches add (NVIDIA's
+# SHARP), each rank sends its tensor only once. Data sheets and `nccl-tests` quote the *bus bandwidth* of an all-reduce:
 # $2\,(n-1)/n$ × bytes / time, which is what each link of a ring carried.
 #
 # On GPUs, NVIDIA's library **NCCL** runs the collectives; your processes here use **gloo**, which does the same on CPUs.
@@ -368,9 +371,10 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # > difference say?
 #
 # <details><summary>Answer</summary>
-# 1.5 MB / {result: bus_1_mb | .0f} GB/s = {result: small_us | .0f} microseconds instead of {result: ideal_us | .0f}. The
-# other {result: latency_us | .0f} or so are latency: starting the collective, and six steps. In that time the ring could
-# all-reduce {result: missed_mb | .0f} MB more. Many small messages are slow, so put gradients together before you send them.
+# Each of four ranks sends 1.5 times the tensor: 1.5 MB / {result: bus_1_mb | .0f} GB/s = {result: small_us | .0f}
+# microseconds instead of {result: ideal_us | .0f}. The other {result: latency_us | .0f} or so are latency: starting the
+# collective, and six steps. In that time the ring could all-reduce {result: missed_mb | .0f} MB more. Many small messages
+# are slow, so put gradients together before you send them.
 # </details>
 #
 # ## Exercise: average the gradients
@@ -452,7 +456,7 @@ lab.beside("none: they differ by", my_distance, apart["none"], "learning rates")
 # ## Exercise: a timeline
 #
 # Bucket $i$ is ready at `ready[i]`, and its all-reduce lasts `seconds[i]`. All-reduces run in order, one at a time, because
-# they share one network. Return the begin and the end of each.
+# they share one network. Return when each one begins and ends.
 
 # %% exercise="collective-times"
 def collective_times(ready: list[float], seconds: list[float]) -> list[tuple[float, float]]:
@@ -475,8 +479,8 @@ check("collective-times")
 # 350M. Its 302 million parameters have 1.2 GB of gradients in float32. Assume that backward takes 62 ms, about what an H200
 # needs. On four GPUs, let an all-reduce take 20 µs plus 1.5 times its bytes over the bandwidth.
 #
-# > **Predict.** At {result: bus_512_mb | .0f} GB/s (NVLink), which bucket is best: 1 MB, 25 MB, or all in one? How many ms
-# > remain exposed? And what changes at 12.5 GB/s, a 100-gigabit network between machines?
+# > **Predict.** At {result: bus_512_mb | .0f} GB/s (NVLink), which bucket size is best: 1 MB, 25 MB, or all in one? How
+# > many ms remain exposed? And what changes at 12.5 GB/s, a 100-gigabit network between machines?
 
 # %%
 def gpt(backward: float = 0.062) -> list[tuple[float, float]]:
@@ -514,10 +518,10 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1],
 # One bucket of everything is naive: it exposes the whole {result: stack_ms | .1f} ms, because nothing can leave before the
 # last gradient is there. With 25 MB only the last bucket is exposed, less than 0.1 ms: there is nothing left to hide it
 # behind. (No bucket cuts a parameter. So with 1 MB and with 5 MB each matrix travels alone, and the same last matrix is
-# exposed.) 100 MB exposes more than 400 MB, because its last bucket happens to be larger.<br> At 12.5 GB/s all the
-# all-reduces together take 145 ms, longer than backward. The network is the bottleneck, and even the best buckets leave more
-# than half of that exposed. Then send less often (accumulation), or send fewer bits. The default bucket is 25 MB in PyTorch
-# and in this library.
+# exposed.) Buckets of 100 MB expose more time than buckets of 400 MB: here their last bucket happens to be larger.<br> At
+# 12.5 GB/s all the all-reduces together take 145 ms, longer than backward. The network is the bottleneck, and even the best
+# buckets leave more than half of these 145 ms exposed. Then send less often (accumulation), or send fewer bits. The default
+# bucket is 25 MB in PyTorch and in this library.
 # </details>
 #
 # > **Question.** Why do the *first* buckets come from the *last* layers? And which bucket should be small?
@@ -541,7 +545,7 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1],
 # > many cores does your machine have? And what else do the ranks share?
 #
 # The speed of a machine changes from second to second, so the program alternates. Rank 0 takes a few steps alone while rank 1
-# waits; then both take as many together. The efficiency is the median over these turns.
+# waits; then both take the same number of steps together. The efficiency is the median over these turns.
 
 # %%
 my_efficiency = 0.95             # your prediction
@@ -590,9 +594,9 @@ lab.beside("\nweak scaling efficiency, bucketed", my_efficiency, efficiency["buc
 
 # %% [markdown]
 # **Read it with care.** On a laptop two ranks share memory, caches and the power limit of the processor. So even `none`,
-# which sends only three numbers, is below 100%. On two cores, everything else that runs takes its part too, and differences
-# of a few percent between methods mean nothing. An efficiency above 100% is noise. But the table does show that sending 3.6
-# MB is not the bottleneck here. The appendix shows what overlap is worth on GPUs.
+# which sends only three numbers, is below 100%. On two cores, every other program takes its share too, and differences of a
+# few percent between methods mean nothing. An efficiency above 100% is noise. But the table does show that sending 3.6 MB
+# is not the bottleneck here. The appendix shows what overlap is worth on GPUs.
 #
 # ## Exercise: buckets
 #
@@ -645,7 +649,7 @@ lab.show("course.parallel.data_parallel.gradients.Bucketed")
 # forever. The order of gradients may depend on a rank's data; the order of buckets must not.
 # </details>
 #
-# > **Question.** What does `finish` do for a parameter that had no gradient on this rank, and why?
+# > **Question.** What does `Bucketed.finish`, above, do for a parameter that had no gradient on this rank, and why?
 #
 # <details><summary>Answer</summary>
 # It counts the gradient as zero. Another rank may have used the parameter: it waits for this rank in the bucket's all-reduce
@@ -661,15 +665,15 @@ check("overlap")
 
 # %% [markdown]
 # The check trained with your functions on two and four ranks, also with micro-batches. It watched when each all-reduce
-# started, and it gave every second rank a model whose gradients come in another order.
+# started, and it gave every second rank a model whose gradients come in a different order.
 #
 # ## A step on a timeline
 #
 # Here is a step of `vit-demo` on two ranks, with *your* functions, as rank 0 saw it. The buckets have 0.5 MB, so that there
 # are several.
 #
-# > **Predict.** Two processes on your machine communicate through memory. Will the all-reduces be shorter than the pieces of
-# > backward between them? Will the last one be exposed?
+# > **Predict.** Two processes on your machine communicate through memory. Will an all-reduce end before the next bucket is
+# > ready? Will the last one be exposed?
 
 # %%
 def watched_step(settings):
@@ -741,9 +745,9 @@ equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 # - `DataParallel(parameters, axis, bucket_bytes)` gets the same float64 parameters on every rank, in the order of the forward
 #   pass. Some are frozen (`requires_grad=False`), and one is larger than `bucket_bytes`.
 # - `backward(loss, last)` runs the backward pass of one micro-batch. After the call with `last=True`, each `.grad` is the
-#   mean over the axis of what the ranks added up in this step.
+#   mean, over the axis, of the gradients that the ranks accumulated in this step.
 # - A micro-batch may leave parameters out. If a rank has no gradient for a parameter in the whole step, that counts as zero.
-#   Gradients may come in another order on another rank.
+#   Gradients may come in a different order on each rank.
 # - Between steps, all gradients are set to `None`. The axis need not have all ranks of the world.
 # - Use `dist.all_reduce`, not DDP, and no method of `course.parallel.data_parallel`.
 #
@@ -754,7 +758,7 @@ equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 # | correct | the gradients after each of three steps, with one or two micro-batches |
 # | byte budget | each gradient is sent by one all-reduce per step, and neighbors share an all-reduce up to `bucket_bytes` |
 # | memory budget | there is no second copy of all gradients |
-# | overlapped | when the last gradient comes, all buckets but the last have started, and none has been waited for |
+# | overlapped | when the last gradient comes, all buckets but the last have started, and the code has waited for none |
 #
 # Start with correct. `lab.hint("data-parallel")` opens the first of three hints, and each further call opens the next one.
 
@@ -777,7 +781,7 @@ check("data-parallel")
 #
 # 1. A global batch of 64 keeps 64 GPUs busy with one sample each. What would you gain from more GPUs?
 # 2. Your job's efficiency drops after you compile the model. Is that bad news?
-# 3. Which mistake in averaging would `course verify` find, and a falling loss not?
+# 3. Which mistake in averaging would `course verify` find, but a falling loss hide?
 #
 # **Check your work from outside.** Save the notebook; then, in a terminal:
 # `course check notebooks/07_data_parallel_mine.ipynb`. Next: [lesson 08](08_scaling.ipynb) asks whether n times the samples
@@ -785,7 +789,8 @@ check("data-parallel")
 #
 # ## Appendix (optional): on GPUs
 #
-# These steps train the stack of the timeline with 16 × 1024 tokens on each H200, in bf16 with float32 gradients.
+# These steps train the stack of 24 blocks from the timeline exercise, with 16 × 1024 tokens on each H200, in bf16 with
+# float32 gradients.
 #
 # > **Predict** the efficiency of `naive` and of `bucketed` on four GPUs. One GPU needs {result: step_ms("none", 1) | .0f} ms.
 
@@ -815,6 +820,6 @@ lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 
 # %% [markdown]
 # **What you should see:** `naive` adds {result: naive_ms | .0f} ms to `none`: {result: stack_ms | .1f} ms of all-reduce at
-# full bandwidth, and copies. `bucketed` hides {result: hidden | .0%} of it. NCCL's kernels slow backward down; lesson 17
-# measures by how much. A compiled model computes faster and sends as much, so its efficiency is lower. Compiled `ddp` loses
-# {result: ddp_lost | .0%}, or {result: ddp_lost_100_mb | .0%} with buckets of 100 MB.
+# full bandwidth, plus copies. `bucketed` hides {result: hidden | .0%} of it. NCCL's kernels slow backward down; lesson 17
+# measures by how much. A compiled model computes faster and sends as much, so its efficiency is lower. Compiled `ddp` falls
+# {result: ddp_lost | .0%} short of full efficiency, or {result: ddp_lost_100_mb | .0%} with buckets of 100 MB.

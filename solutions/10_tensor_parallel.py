@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 10 · Tensor and sequence parallel
 #
-# Sometimes a layer of a large model does not fit one GPU, or takes too long on it. **Tensor parallelism** cuts the matrices
-# of a layer: each GPU has some heads and some hidden units, and works on all tokens. You write two short mappings and two
-# linears, and the library trains its real model with them. **Sequence parallelism** then cuts what tensor parallelism leaves
-# whole.
+# Sometimes a layer of a large model does not fit on one GPU, or takes too long on it. **Tensor parallelism** cuts the
+# matrices of a layer: each GPU has some heads and some hidden units, and works on all tokens. You write two short mappings
+# and two linears, and the library trains its real model with them. **Sequence parallelism** then cuts what tensor
+# parallelism leaves whole.
 #
 # **What you will learn**
 #
@@ -89,8 +89,8 @@ lab.begin("10")
 # weight, each half computes some outputs from all of the input. If you cut it by its **input** features, the *columns* of the
 # weight, each half takes some of the input. It then computes a *part of the sum* of every output.
 #
-# > **Predict.** Cut `A` by its outputs. Which way should you cut `B`, so that nothing has to be sent between the two? And how
-# > many sums over the two halves does the MLP take?
+# > **Predict.** Cut `A` by its outputs. Which way should you cut `B`, so that nothing has to be sent between the two
+# > matrices? And how many sums over the two halves does the MLP take?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -212,18 +212,19 @@ check("copy-reduce")
 
 # %% [markdown]
 # The check trained the library's vision transformer on 2 and on 4 ranks with your classes, and compared losses and weights.
-# It also counted the bytes that each pass sends, because the right sum is not enough. To gather all tensors and add them up
-# gives the same sum, for twice the bytes on 4 ranks.
+# It also counted the bytes that each pass sends, because the right sum is not enough. Gathering all tensors and adding them
+# up gives the same sum, for twice the bytes on 4 ranks.
 #
 # ## Does it match one process?
 #
 # "Is the difference between tp=1 and tp=8 rounding or a mistake?" Users of large frameworks ask this most. You need not
 # guess. `course verify` trains the same model from the same weights twice, on one process and in the layout. It uses 64 bits
-# and plain gradient descent, and compares every parameter after every step. (`model.residual=false` does not change the
-# blocks' residual sums. It changes the end of `vit-demo`, which adds its input to its output and has a head that starts at
-# zero. Otherwise only the head would move in the first step.)
+# and plain gradient descent, and compares every parameter after every step. (`model.residual=false` leaves the blocks'
+# residual sums as they are. By default `vit-demo` also adds its input to its output, and its head starts at zero. Then only
+# the head would move in the first step.)
 #
-# > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
+# > **Predict.** By how much will the parameters differ, relative to how much training changed them? A 64-bit number has 16
+# > digits.
 
 # %%
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
@@ -236,8 +237,8 @@ equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
 # How does a mistake look? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing hangs, and
 # every shape is right.
 #
-# > **Predict.** Which parameters will be wrong after the first step: those inside the region, behind the door, or those in
-# > front of it? And will the *loss* of the first step tell you?
+# > **Predict.** Which parameters will be wrong after the first step: those inside the region, behind its entrance, or those
+# > in front of it? And will the *loss* of the first step tell you?
 
 # %%
 def with_a_mistake() -> list[verify.Gap]:
@@ -261,11 +262,11 @@ equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# The first loss is right, because the forward pass is; the second is off by a hundred-millionth. The parameters in front of a
-# door are wrong, because their gradients came through it: norms, the embedding, the positions, all blocks below. The last MLP
-# and the head lie behind the last door and are right.<br> Adam would hide a wrong <i>factor</i> (lesson 07). Here the other
-# rank's part is missing, so directions are wrong, and the ranks' copies of a norm drift apart. The loss would still go down,
-# a little worse, and nobody would know why.
+# The first loss is right, because the forward pass is; the second is off by a hundred-millionth. The parameters in front of
+# an entrance are wrong, because their gradients came through it: norms, the embedding, the positions, all blocks below. The
+# last MLP and the head lie behind the last entrance and are right.<br> Adam would hide a wrong <i>factor</i> (lesson 07).
+# Here the other rank's part is missing, so directions are wrong, and the ranks' copies of a norm drift apart. The loss would
+# still go down, a little worse, and nobody would know why.
 # </details>
 #
 # ## Which rows of qkv?
@@ -314,8 +315,8 @@ lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp
             "of out.")
 
 # %% [markdown]
-# The rank gets three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. The shapes would not
-# reveal it if the code behind it splits its part into three. Lesson 16 meets the same problem in checkpoints. In the library
+# The rank gets three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Its part still splits
+# into three, so the shapes would not reveal the mistake. Lesson 16 meets the same problem in checkpoints. In the library
 # every parameter carries its *logical* shape, the `global_shape` of its `Placement`: for qkv `(3, heads, head_dim, dim)`. So
 # "cut dim 1" says everything, and checkpoints, clipping and `verify` use the same description.
 #
@@ -323,7 +324,8 @@ lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp
 #
 # <details><summary>Answer</summary>
 # A score is the product of a query and a key over <i>all</i> dims of a head, and then comes a softmax. Half of the dims gives
-# a part of the sum, which must be complete before the softmax. That means an all-reduce of tokens × tokens numbers a head.
+# a part of the sum, which must be complete before the softmax. That means an all-reduce of tokens × tokens numbers for each
+# head.
 # </details>
 
 # %% [markdown]
@@ -331,7 +333,7 @@ lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp
 #
 # The linear module remains. The library keeps only this rank's part of its weight and bias, and puts an object into
 # its slot `communication`. This object does the communication around the product. First the cut: it goes along a dim of a
-# parameter's **logical** shape. A bias has as its logical shape the `rows` of the linear: `(3, heads, head_dim)` for qkv,
+# parameter's **logical** shape. The logical shape of a bias is the linear's `rows`: `(3, heads, head_dim)` for qkv,
 # `(features,)` otherwise. A weight has one more dim at the end, the inputs.
 
 # %%
@@ -350,7 +352,7 @@ lab.show("course.parallel.tensor_parallel.linear.cut_dims")
 # `leave_region(x, axis, tokens)` are the doors: your copy and reduce, as long as `tokens` is `None`. Pass `self.tokens` on;
 # sequence parallelism, below, uses it. A column linear goes through its door and multiplies; a row linear multiplies and goes
 # through its door. `multiply(x, weight, bias)` is the product: `F.linear`, or the product of another number format, such as
-# FP8. You may leave out the bias.
+# FP8. The product's bias is optional.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
@@ -492,8 +494,8 @@ lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of th
 #
 # ## Partial gradients
 #
-# Cut tokens have a consequence for the weights that stay whole. A norm's weight is the same on every rank, but now each rank
-# normalizes only its own tokens with it.
+# Cutting by tokens has a consequence for the weights that stay whole. A norm's weight is the same on every rank, but now
+# each rank normalizes only its own tokens with it.
 #
 # > **Question.** What does one rank's gradient of this weight lack? What must the ranks do with their gradients?
 
@@ -542,8 +544,8 @@ lab.show("course.parallel.data_parallel.gradients.add_partial_gradients")
 # loss goes down, a little worse. <code>course verify</code> names the parameter after one step.
 # </details>
 #
-# How much memory will be left? One thing to consider: the column linear multiplies *gathered* tokens, and keeps its input for
-# the gradient of its weight.
+# How much memory will a block still take? One thing to consider: the column linear multiplies *gathered* tokens, and keeps
+# its input for the gradient of its weight.
 #
 # > **Predict.** What does a block keep with sequence parallelism and `tp=4`? And which collectives does a block make in a
 # > step, how many of each?
@@ -554,9 +556,9 @@ my_units_sp = 4.0                # your prediction, for tp=4 with sequence paral
 # %% [markdown]
 # ## Exercise: gather and scatter
 #
-# The form is the same as before, with a dim. You get `all_gather(x, dim, axis, n)`, which joins the ranks' pieces into a
-# tensor of n rows along `dim`; the pieces may differ in length. You also get `reduce_scatter(x, dim, axis)`, this rank's
-# piece of the sum.
+# The form is the same as before, with a dim as one more argument. You get `all_gather(x, dim, axis, n)`, which joins the
+# ranks' pieces into a tensor of length n along `dim`; the pieces may differ in length. You also get
+# `reduce_scatter(x, dim, axis)`, this rank's piece of the sum.
 
 # %% exercise="gather-scatter"
 from course.parallel.mappings import Gather, Scatter  # noqa: F401
@@ -598,8 +600,8 @@ equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
 #
 # - In: this rank's tokens and its part of the weights. Out: the block's output for the same tokens. The docstring has the shapes.
 # - Tokens are cut by the `tensor_split` rule, so ranks may have unequal numbers.
-# - After `backward`, every weight on every rank has the gradient of *all* tokens. This includes the norms and the row biases,
-#   which were left partial above.
+# - After `backward`, every weight on every rank has the gradient of *all* tokens. This includes the norms and the biases of
+#   row linears, whose gradients were left partial above.
 # - You may use everything in `course.parallel.mappings`.
 #
 # **Levels.** Each one counts by itself, once the first is reached:
@@ -607,7 +609,7 @@ equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false",
 # | level | what the check counts |
 # |---|---|
 # | correct | output and gradients match one process |
-# | byte budget | forward and backward together send four all-reduces of the activation, and one of each small weight |
+# | byte budget | at most the bytes of four all-reduces of the activation, and of one all-reduce of each small weight |
 # | memory budget | the backward pass needs two activations of all tokens and all channels, not more |
 #
 # Start with correct. `lab.hint("parallel-block")` opens the first of three hints, and each further call opens the next one.
@@ -640,8 +642,8 @@ check("parallel-block")
 # ## Appendix (optional): on GPUs
 #
 # A stack of 8 blocks of width 4096 takes {result: stack_on(1) | .0f} ms on one H200: 4 × 4096 tokens in bf16, forward and
-# backward. Divided arithmetic plus all-reduces that nothing hides would take {result: expected(2) | .0f} ms on 2 GPUs and
-# {result: expected(4) | .0f} ms on 4.
+# backward. If the GPUs divide the arithmetic and nothing hides the all-reduces, it would take {result: expected(2) | .0f}
+# ms on 2 GPUs and {result: expected(4) | .0f} ms on 4.
 
 # %%
 rows = lab.results("tp_h200")["rows"]
@@ -669,8 +671,8 @@ lab.beside("gather and multiply at once, by NCCL", my_us,
            "µs", "recorded")
 
 # %% [markdown]
-# **What you should see:** as long as one after the other. NCCL's gather needs multiprocessors, and the multiplication
-# occupies them all. **Copy engines** do nothing but copy: gathering with one adds only {result: engine_adds_us | .0f} µs to
-# the multiplication. `parallel.overlap=auto`, the default, uses them within a node. On two H100s this shortens a step of DiT-XL/2
-# with sequence parallelism by {result: dit_saved | .0%}, compared with NCCL. On four H200s that step takes {result:
-# dit_longer | .0%} longer than without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.
+# **What you should see:** as long as if one ran after the other. NCCL's gather needs multiprocessors, and the multiplication
+# occupies them all. **Copy engines** do nothing but copy: gathering with one adds only {result: engine_adds_us | .0f} µs to the
+# multiplication. `parallel.overlap=auto`, the default, uses them within a node. On two H100s this shortens a step of DiT-XL/2
+# with sequence parallelism by {result: dit_saved | .0%}, compared with NCCL. On four H200s that step takes
+# {result: dit_longer | .0%} longer than without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.

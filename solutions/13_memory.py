@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores |
-# | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (10), a recomputed block (9); optional: a sharded Adam (25) |
+# | you write | a training run's bytes (8 lines), a ZeRO-1 optimizer (10), a recomputed block (9); optional: a sharded Adam (25) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #
 # You should have done [lesson 01](01_baseline.ipynb) (the training step), [lesson 07](07_data_parallel.ipynb) (data
@@ -224,7 +224,7 @@ lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)"
 # whole blocks.
 #
 # > **Predict.** How do the bytes grow with the number of samples: activations, and the other three kinds? From how many
-# > samples on do activations need more bytes than all the others?
+# > samples on do activations need more bytes than the other three together?
 
 # %%
 samples = [1, 2, 4, 8, 16]
@@ -257,10 +257,10 @@ lab.picture(curve,
 # | 2 | and the gradients | |
 # | 3 | and the weights | PyTorch calls it FSDP; you write it in lesson 20 |
 #
-# ## Exercise: the bytes of a training
+# ## Exercise: the bytes of a training run
 #
-# Write how many bytes a rank keeps of weights, gradients and states, in float32 with Adam. Do not round: with 3 ranks a share
-# may have a fraction.
+# Return how many bytes of weights, gradients and states a rank keeps, in float32 with Adam. Do not round: with 3 ranks a
+# share may have a fraction.
 
 # %% exercise="training-bytes"
 def training_bytes(parameters: int, ranks: int, stage: int) -> tuple[float, float, float]:
@@ -299,14 +299,14 @@ lab.picture(style.stacked(bars, "GB", limits={"one H200": 151},
 # All of them fit, but stage 0 leaves little for activations. Stage 1 removes nearly half: it is the largest single saving,
 # and it is almost free. You will write it.
 #
-# > **Question.** Stages 1 and 2 move as many bytes as plain data parallelism, and stage 3 moves half as many again. How can
+# > **Question.** Stages 1 and 2 move as many bytes as plain data parallelism, and stage 3 moves 1.5 times as many. How can
 # > stage 1 cost nothing?
 #
 # <details><summary>Answer</summary>
-# An all-reduce is a reduce-scatter and an all-gather (lesson 07). After the first each rank has the sum of <i>its share</i>,
-# and the second sends the shares to all ranks. ZeRO-1 puts the optimizer's step in between: reduce-scatter the gradients,
-# update the share, all-gather the new <i>weights</i>. The bytes are the same, and each rank computes 1/n of the update. Stage
-# 3 gathers the weights once more, for the backward pass.
+# An all-reduce is a reduce-scatter and an all-gather (lesson 07). After the reduce-scatter, each rank has the sum of <i>its
+# share</i>; the all-gather sends the shares to all ranks. ZeRO-1 puts the optimizer's step in between: reduce-scatter the
+# gradients, update the share, all-gather the new <i>weights</i>. The bytes are the same, and each rank computes 1/n of the
+# update. Stage 3 gathers the weights once more, for the backward pass.
 # </details>
 #
 # ## Exercise: ZeRO-1
@@ -315,10 +315,11 @@ lab.picture(style.stacked(bars, "GB", limits={"one H200": 151},
 # length n.
 #
 # - `__init__` makes a parameter of this rank's share (rank r has the r-th part) and gives it to an optimizer. `make` creates
-#   the optimizer: `make([p])` may return `torch.optim.Adam([p], 0.1)`. Keep it as an attribute, because the check counts what
-#   it holds.
-# - `step(gradient)` does the three steps with the **mean** of the ranks' gradients. It changes `weights` in place, because the
-#   model uses that tensor, and does not change `gradient`. Between steps, keep nothing larger than a share.
+#   the optimizer: `make([p])` may return `torch.optim.Adam([p], 0.1)`. Keep the optimizer as an attribute, because the check
+#   counts what it holds.
+# - `step(gradient)` does what the answer above says, with the **mean** of the ranks' gradients: reduce-scatter, update,
+#   all-gather. It changes `weights` in place, because the model uses that tensor, and does not change `gradient`. Between
+#   steps, keep nothing larger than a share.
 #
 # You need two collectives. Both take the output first, then the input:
 #
@@ -360,8 +361,8 @@ class ZeroOptimizer:
 # > **Question.** Why with both optimizers? What would Adam alone not show?
 #
 # <details><summary>Answer</summary>
-# A factor (lesson 07). If you sum instead of averaging, the gradient is n times too large, but Adam's step is nearly the same.
-# Gradient descent moves n times as far. So parity tests in this course use gradient descent.
+# A wrong factor (lesson 07). If you sum instead of averaging, the gradient is n times too large, but Adam's step is nearly the
+# same. Gradient descent moves n times as far. So parity tests in this course use gradient descent.
 # </details>
 
 # %%
@@ -407,9 +408,10 @@ lab.show("course.parallel.data_parallel.zero1.ZeRO1")
 # `after_optimizer_step` after it. Each block waits for its weights just before its forward pass. Clipping, checkpoints and
 # `verify` read from the parameters' placements which segment a rank has. Nothing else changes.
 #
-# With `precision=bf16`, ranks share a third thing. The optimizer needs float32 weights, but the matrix multiplications use
-# 16-bit casts of them (lesson 04). So each rank keeps float32 **master weights** only for its share (`masters` above), and
-# 16-bit copies of all linear layers. The all-gather then sends half the bytes, and the training is identical to the bit.
+# With `precision=bf16`, ZeRO-1 divides one more thing. The optimizer needs float32 weights, but the matrix multiplications
+# use 16-bit casts of them (lesson 04). So each rank keeps float32 **master weights** only for its share (`masters` above),
+# and 16-bit copies of all linear layers. The all-gather then sends half the bytes, and the training is identical to the
+# bit.
 #
 # > **Predict.** With 2 ranks, how many bytes of optimizer states does each rank keep for each parameter? Will the training
 # > equal that of one process?
@@ -459,8 +461,8 @@ lab.show("course.training.activation_checkpointing.save_expensive_ops")
 
 # %% [markdown]
 # > **Predict**, in units of (B, T, D) for each block: what does *full* keep, and what does *selective* keep? (How large is the
-# > output of each matrix multiplication?) A
-# > forward pass costs one and a backward pass two. By how much do the FLOPs rise?
+# > output of each matrix multiplication?) And if a forward pass costs one unit of FLOPs and a backward pass two, by how much
+# > do the FLOPs rise with *full*?
 
 # %%
 my_full = 1                      # your predictions
@@ -505,9 +507,9 @@ lab.beside("selective: kept by each block", my_selective, each["selective"],
 # GPU.
 #
 # **What you should see:** full keeps about 1, each block's input. Selective keeps about 11: 3 for the output of `qkv`, 1 for
-# attention, 1 for `attn.out`, 4 for `mlp.up`, 1 for `mlp.down`, and 1 for the input. It saves the outputs of norms and GELU.
-# The *peak* of full falls less than what it keeps. In the backward pass one block at a time has all of its 16, and at the end
-# the gradients of all weights are there.
+# attention, 1 for `attn.out`, 4 for `mlp.up`, 1 for `mlp.down`, and 1 for the input. It does not keep the outputs of norms
+# and GELU. With full, the *peak* falls less than what is kept after the forward pass. In the backward pass one block at a
+# time has all of its 16, and at the end the gradients of all weights are there.
 #
 # > **Question.** With *full*, the FLOPs rise by a fifth and not by a third. Which matrix multiplications are not repeated? Why
 # > does *selective* need no more FLOPs than *none*?
@@ -551,13 +553,13 @@ slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", 
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# In this shape "13 B" has 12.6 billion parameters and "70 B" has 64 billion. 13 B needs {result: gigabytes("13 B", 0) | .0f}
-# GB plus activations. ZeRO-1 over 8 ranks reduces that to {result: gigabytes("13 B", 1) | .0f} GB, and with
-# {result: gigabytes("13 B", 0, "activations") | .0f} GB of activations it fits. For 70 B, stage 1 does not help: weights and
-# gradients in bf16 alone need {result: gigabytes("70 B", 0, "weights", "gradients") | .0f} GB. Stage 2 still needs
-# {result: gigabytes("70 B", 2) | .0f} GB. ZeRO-3 needs {result: gigabytes("70 B", 3) | .0f} GB over 8 ranks, and fits only
-# with full recomputing. Over 64 ranks it fits easily. Or cut the model by tensor and pipeline parallelism: lesson 17 asks
-# which is faster.
+# With the widget's shapes, "13 B" has 12.6 billion parameters and "70 B" has 64 billion. 13 B needs
+# {result: gigabytes("13 B", 0) | .0f} GB plus activations. ZeRO-1 over 8 ranks reduces that to
+# {result: gigabytes("13 B", 1) | .0f} GB, and with {result: gigabytes("13 B", 0, "activations") | .0f} GB of activations it
+# fits. For 70 B, stage 1 does not help: weights and gradients in bf16 alone need
+# {result: gigabytes("70 B", 0, "weights", "gradients") | .0f} GB. Stage 2 still needs {result: gigabytes("70 B", 2) | .0f}
+# GB. ZeRO-3 needs {result: gigabytes("70 B", 3) | .0f} GB over 8 ranks, and fits only with full recomputing. Over 64 ranks
+# it fits easily. Or cut the model by tensor and pipeline parallelism: lesson 17 asks which is faster.
 # </details>
 #
 # ## Exercise: compute it twice
@@ -570,7 +572,8 @@ slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", 
 #   `ctx.save_for_backward(x)`, and the block as an attribute of `ctx`.
 # - PyTorch calls `backward` without a graph, too. Ask for one, `with torch.enable_grad():`. Compute the block on a copy of
 #   `x` that is detached from earlier operations (`x.detach().requires_grad_()`). Then let autograd go through it, starting
-#   from `grad`. Autograd adds the parameters' gradients to `.grad` itself, also over micro-batches. Return the gradient of `x`.
+#   from `grad`. Autograd adds the parameters' gradients to `.grad` itself, over several micro-batches too. Return the gradient
+#   of `x`.
 # - Change no tensor that you did not create, not even `grad`: a residual sum around the block uses the same tensor.
 
 # %% exercise="recompute"
@@ -605,17 +608,17 @@ check("recompute")
 # > **Question.** The block has dropout. What goes wrong in the second pass, and how does PyTorch prevent it? And this library?
 #
 # <details><summary>Answer</summary>
-# The second pass draws other random numbers, so it computes the gradient of another network. PyTorch's <code>checkpoint</code>
-# saves and restores the state of the random generator. In this library dropout is a function of the sample and the position
-# (lesson 01), so it always drops the same values.
+# The second pass draws new random numbers, so it computes the gradient of a different network. PyTorch's
+# <code>checkpoint</code> saves and restores the state of the random generator. In this library dropout is a function of the
+# sample and the position (lesson 01), so it always drops the same values.
 # </details>
 
 # %% [markdown]
 # ## Open task: an Adam that shards
 #
-# *Optional, about 40 minutes. Nothing later needs it.* Your ZeRO-1 had one flat tensor, whose length the ranks divide, and an
-# optimizer from outside. Write Adam for real parameters: tensors of several shapes, whose sizes no number of ranks divides.
-# Ours has about 25 lines.
+# *Optional, about 40 minutes. Nothing later needs it.* Your ZeRO-1 had one flat tensor, whose length the number of ranks
+# divides, and an optimizer from outside. Write Adam for real parameters: tensors of several shapes, whose sizes the number of
+# ranks need not divide. Ours has about 25 lines.
 #
 # **Contract**
 #
@@ -645,7 +648,7 @@ check("sharded-adam")
 # ## Summary
 #
 # - With Adam each parameter needs 16 bytes, in float32 and in the usual 16-bit recipe. Half of that is states in float32.
-# - A block keeps 16 activations of the shape (B, T, D), 11 with selective recomputing, and its input with full.
+# - A block keeps 16 activations of the shape (B, T, D), 11 with selective recomputing, and only its input with full.
 # - ZeRO-1 does the optimizer's step between the two halves of the all-reduce: 1/n of the states, the same bytes to send.
 # - Full recomputing costs less than a third more FLOPs; selective recomputing costs none.
 # - Ask first which bytes, then choose the remedy.
@@ -661,7 +664,7 @@ check("sharded-adam")
 #
 # ## Appendix (optional): on GPUs
 #
-# A model of GPT 350M's shape trains on four H200s with Adam, with 16 × 1024 tokens on each, in bf16 over float32 weights.
+# A model of GPT 350M's shape trains on four H200s with Adam, with 16 × 1024 tokens on each, in bf16 with float32 weights.
 # PyTorch's own ZeRO-1 is `ZeroRedundancyOptimizer`: each rank updates whole parameters and then broadcasts them.
 #
 # > **Predict.** How many GB of states does ZeRO-1 keep on each rank? How does its step time compare with DDP's?
