@@ -190,9 +190,9 @@ print(weight.shape, has_memory(weight), weight.data.tolist())
 from course.lab.exercises.lesson20_fully_sharded import ShardedUnit
 
 # %% [markdown]
-# The check trains a chain of three units for three steps, where each unit is whole only while it computes. It compares the
-# outputs and the weights with serial training, checks what a unit keeps between uses and what `gather` allocates, and counts
-# the bytes.
+# The check trains a chain of three units for three steps; each unit is whole only while it computes. It compares the outputs
+# and the weights with serial training, checks what a unit keeps between uses and what `gather` allocates, and counts the
+# bytes.
 
 # %%
 check("sharded-unit")
@@ -299,7 +299,7 @@ my_gathers = 16
 # | `"free"` | frees the unit's weights |
 # | `"reduce"` | begins the reduce-scatter of the unit's gradients |
 #
-# - Begin each gather just before the compute *before* its own, in the backward pass too.
+# - Begin a unit's gather just before the pass that *precedes* its own pass, in the backward direction too.
 # - At most two units are whole at once: the one that computes and the next one.
 # - The last unit's backward pass follows its forward pass, so it stays whole in between.
 # - Begin each reduce right after its unit's backward pass. At the end no unit is whole.
@@ -358,8 +358,9 @@ lab.beside("peak of weights", my_peak, timeline.peak / 1e6, "MB")
 # **What you should see:** the gather of unit i + 1 begins before the forward pass of unit i. In the backward pass the numbers
 # count down. The peak memory is the share plus at most two units.
 #
-# The bar of a reduce-scatter ends when the rank stops waiting for it, because gloo does not report when it ends. The library
-# waits for one reduce-scatter before it begins the next, so that one unit's whole gradients are in memory at a time.
+# The bar of a reduce-scatter ends when the rank stops waiting for it, because gloo does not report when the operation itself
+# ends. The library waits for one reduce-scatter before it begins the next, so that one unit's whole gradients are in memory
+# at a time.
 #
 # > **Question.** Here the gathers take longer than the computation, so the rank waits. Which two changes would hide them?
 #
@@ -406,8 +407,8 @@ lab.picture(style.stacked(bars, "MB", limits={"all weights": all_bytes / 1e6},
                         for when, bar in bars.items()) + ".")
 
 # %% [markdown]
-# The bars of `backward` and `step` exceed all weights, because they include the share. The optimizer updates the share in
-# float32, even if the units are gathered in 16 bits.
+# The bars of `backward` and `step` exceed all weights, because the share stays in memory beside the whole units: the
+# optimizer updates the share in float32, even if the units are gathered in 16 bits.
 #
 # ## Copies of the model: HSDP
 #
@@ -472,13 +473,13 @@ lab.picture(style.curves(lines, "tokens of the group", "MB for each block",
             f"tokens and crosses it at {crossing:,.0f} tokens.")
 
 # %% [markdown]
-# The crossing is at 4.5 D tokens, whatever n. Below it, tensor parallelism sends less; this is the case with few, short
+# The crossing is at 4.5 D tokens, for any n. Below it, tensor parallelism sends less; this is the case with few, short
 # samples. Above it, stage 3 sends less, and the gap grows with the batch.
 #
 # Bytes are not time. Tensor parallelism waits for its all-reduces, because the next matmul needs the sum. Stage 3 knows early
 # which weights come next, so its gathers can hide behind computation. They are hidden if computing a block takes at least as
-# long as gathering the next one. In the forward pass, a rank with t tokens computes 2 · 12 D² · t FLOPs and receives 2 · 12
-# D² bytes, all but an n-th. So the width drops out:
+# long as gathering the next one. In the forward pass, a rank with t tokens computes 2 · 12 D² · t FLOPs. It receives (n−1)/n
+# of 2 · 12 D² bytes. So the width drops out:
 #
 # $$t \ge \frac{n-1}{n} \cdot \frac{\text{FLOP/s}}{\text{bytes/s of the link}}$$
 #
@@ -504,8 +505,8 @@ for link, mine in zip(h100.links, (my_tokens_within, my_tokens_between), strict=
 #
 # ## The library's stage 3
 #
-# A real model adds three things to yours: weights in two number formats, parameters that several units share, and gradients of
-# which tensor-parallel ranks hold parts. So a unit may need several flat tensors. `FlatParameters` in
+# A real model adds three things to yours: weights in two number formats, parameters that several units share, and gradients
+# that tensor-parallel ranks hold in parts. So a unit may need several flat tensors. `FlatParameters` in
 # `course/parallel/data_parallel/fsdp.py` is such a tensor, with its share and its collectives. This is a unit:
 
 # %%
@@ -521,8 +522,8 @@ lab.show("course.parallel.data_parallel.fsdp.sharded_call")
 lab.show("course.parallel.data_parallel.fsdp.EnterBackward")
 
 # %% [markdown]
-# > **Question.** Read `FlatParameters` in the file. Where is a micro-batch's gradient added, and where does HSDP average over the
-# > copies?
+# > **Question.** Read `FlatParameters` in `fsdp.py`. Where is a micro-batch's gradient added, and where does HSDP average over
+# > the copies?
 #
 # <details><summary>Answer</summary>
 # <code>finish_reduce</code> waits for the reduce-scatter, and <code>add</code> adds its result to the share's gradient.
@@ -566,9 +567,9 @@ print(f"{usual.seconds * 1e3:.0f} ms, {usual.gathered / 1e6:.0f} MB gathered")
 # > **Question.** Where does the rank wait for the link? Which units could stay whole until their backward passes?
 #
 # <details><summary>Answer</summary>
-# It waits where a pass is over before the next gather, or before the reduce that the link sends first. During a backward pass
-# memory holds the unit twice, and all earlier units that stayed. Beside the last unit twice, 120 MB, there is room for the
-# embedding and two of the blocks.
+# It waits where a pass ends before the next gather does, or where this gather itself waits for a reduce on the link. During a
+# backward pass memory holds the unit twice (weights and gradients), and all earlier units that stayed. Beside the last unit
+# twice, 120 MB, there is room for the embedding and two of the blocks.
 # </details>
 #
 # **Contract**
@@ -582,8 +583,8 @@ print(f"{usual.seconds * 1e3:.0f} ms, {usual.gathered / 1e6:.0f} MB gathered")
 # - `simulate` is free to call. Its result has `wrong`, which is empty if the events are possible, and the `seconds` and
 #   `gathered` bytes that count.
 #
-# **Levels.** The check has five cases or more, of 5 to 9 units. In some of them two neighbors do not fit while one computes. Each
-# level counts by itself, once the first is reached:
+# **Levels.** The check has five cases or more, of 5 to 9 units. In some of them two neighboring units do not fit into memory
+# together while one computes. Each level counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
@@ -591,8 +592,8 @@ print(f"{usual.seconds * 1e3:.0f} ms, {usual.gathered / 1e6:.0f} MB gathered")
 # | fewest bytes | no order gathers fewer bytes within the limit |
 # | overlapped | the step takes at most 10% longer than a lower bound |
 #
-# The bound is the larger of two times: all passes with unit 0's gather before them and its reduce after them; and the link's
-# time for the fewest bytes and all reduces.
+# The bound is the larger of two times. One is that of all passes, with unit 0's gather before them and its reduce after
+# them. The other is the link's time for the fewest gathered bytes and all reduces.
 #
 # Start with correct. `lab.hint("order-step")` opens the first of three hints, and each further call opens the next one.
 
@@ -614,7 +615,7 @@ check("order-step")
 #
 # ## Questions
 #
-# 1. Why does the backward pass need the weights again, and which layer of yours would not?
+# 1. Why does the backward pass need the weights again, and which layer of your model would not need them?
 # 2. A model has one unit that is as large as all others together. What is the peak memory of weights, and what would you
 #    change?
 # 3. You double the GPUs and keep the global batch. Does stage 3 hide its gathers more easily, or less?

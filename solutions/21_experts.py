@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 21 · Experts
 #
-# The MLPs hold two thirds of a block's weights, and every token multiplies with all of them. A **mixture of experts** (MoE)
-# has many MLPs, the experts, and each token goes through a few. So the model grows while the work per token stays the same.
-# Most of the largest language models are built like this. In this lesson you write what makes it work: the router, the loss
-# that keeps experts busy, and the messages that bring tokens to experts on other ranks.
+# The MLPs hold two thirds of a block's weights, and every token is multiplied by all of them. A **mixture of experts**
+# (MoE) has many MLPs, the experts, and each token goes through a few. So the model grows while the work per token stays the
+# same. Most of the largest language models are built like this. In this lesson you write what makes it work: the router,
+# the loss that keeps experts busy, and the messages that bring tokens to experts on other ranks.
 #
 # **What you will learn**
 #
@@ -303,8 +303,8 @@ lab.beside("sent in a dispatch", my_dispatch, 8192 * 2 * 4096 * 2 * 7 / 8 / 1e6,
            "computed")
 
 # %% [markdown]
-# A block needs four of them in a step: dispatch and combine, in forward and in backward. A tensor-parallel MLP needs one
-# all-reduce in each direction instead (lesson 10), whose bytes do not grow with k.
+# A block needs four such all-to-alls in a step: dispatch and combine, in forward and in backward. A tensor-parallel MLP
+# needs one all-reduce in each direction instead (lesson 10), whose bytes do not grow with k.
 #
 # The number of rows between two ranks is known only after the router has chosen. So the ranks first exchange these numbers.
 # Then one all-to-all sends pieces of different lengths: `dist.all_to_all_single(output, input, received, sent,
@@ -349,9 +349,9 @@ for rank, arrived in enumerate(ranks(4)(numbers)):
 # %% [markdown]
 # ## Exercise: rows through experts
 #
-# Now put it together. `through_experts(rows, experts, number, compute, axis)` gets rows (n, D) and the expert of each, (n,), a
-# number below `number`. It returns the outputs in the order of the rows. `compute(rows, experts)` computes rows of experts that
-# *this rank* keeps. Call it once, with all rows that arrived and the number of each row's expert.
+# Now put it together. `through_experts(rows, experts, number, compute, axis)` gets rows (n, D) and the expert of each row,
+# (n,); `number` says how many experts there are. It returns the outputs in the order of the rows. `compute(rows, experts)`
+# computes rows of experts that *this rank* keeps. Call it once, with all rows that arrived and the number of each row's expert.
 #
 # 1. Sort the rows by expert. Then the rows for rank 0 come first.
 # 2. Count the rows for each expert. Exchange the counts, so that each rank knows how many rows arrive from each rank, for
@@ -416,9 +416,9 @@ for name, model in (("two favored", broken_model), ("with balance loss", mended_
 # Every rank waits for the busiest one at the combine. So the step takes as long as if all ranks had as many rows. Balance is
 # not only about using all weights: it also decides the speed.
 #
-# Some implementations set a limit. With a **capacity factor** c, an expert takes at most c · N · k / E rows and drops the
-# others, which then pass only through the residual connection. All shapes are known in advance. Without a limit, the mixture
-# is **dropless**.
+# Some implementations set a limit. With a **capacity factor** c and N tokens, an expert takes at most c · N · k / E rows and
+# drops the others, which then pass only through the residual connection. All shapes are known in advance. Without a limit,
+# the mixture is **dropless**.
 #
 # ## In the library
 #
@@ -443,11 +443,11 @@ assert verify.tell(exact, gaps)
 # ## What it costs on GPUs
 #
 # Take GPT 350M with 8 experts in every other block, of which each token uses 2. A dense model with MLPs 1.5 times as wide
-# does the same work for a token. On a GPU one kernel multiplies the rows of every expert by its weights, a **grouped
-# matmul**.
+# does the same work for a token: on average, a token goes through 1.5 MLPs in a block. On a GPU one kernel multiplies the
+# rows of every expert by its weights, a **grouped matmul**.
 #
-# > **Predict.** On two H200s a step of the dense model takes {result: dense_ms | .0f} ms. How many does it take with experts,
-# > four on each GPU?
+# > **Predict.** On two H200s a step of the dense model takes {result: dense_ms | .0f} ms. How many ms does it take with
+# > experts, four on each GPU?
 
 # %%
 my_experts_ms = 120              # your prediction
@@ -460,8 +460,9 @@ for case, ms in step_ms.items():
     print(f"{case:34} {ms:6.1f} ms")
 
 # %% [markdown]
-# Matmuls and messages are not the reason. Before each dispatch the **host** has to know how many rows go to which rank, so it
-# waits for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU waits for the host, block after block.
+# The step with experts takes longer. Matmuls and messages are not the reason. Before each dispatch the **host** has to know
+# how many rows go to which rank, so it waits for the GPU. It cannot prepare the next kernels meanwhile, and then the GPU
+# waits for the host, block after block.
 #
 # `parallel.dispatch=gather` sends each token to *all* ranks instead. Each computes the rows of its own experts, and a
 # reduce-scatter adds up the outputs. All shapes are known in advance, so nobody waits, and a CUDA graph (lesson 06) can hold
@@ -505,7 +506,7 @@ lab.picture(
     "these two has a copy on two ranks, and all bars reach the mean.")
 
 # %% [markdown]
-# Two hot experts are easy. With dozens of experts, each with another number of tokens, you need a program.
+# Two hot experts are easy. With dozens of experts, each with a different number of tokens, you need a program.
 #
 # **Contract**
 #

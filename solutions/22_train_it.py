@@ -98,7 +98,7 @@ print(f"a rank may use {MEMORY / 1e6} MB")
 #
 # Now the four ranks. The next cell asks the planner about every combination of dp, tp, pp, ZeRO stage and micro-batch.
 #
-# > **Predict.** Which kind will be the fastest of those that fit, and which will need the least memory?
+# > **Predict.** Which kind of layout will be the fastest of those that fit, and which will need the least memory?
 
 # %%
 my_fastest = "tp=4"              # your predictions
@@ -315,12 +315,12 @@ lab.beside("skill", my_skill, learned)
 #
 # ## Open task: train it
 #
-# Write `settings`. The check runs them on four ranks with other weights and another text. It kills the run at a step that you
-# do not know, resumes it, and reads the last checkpoint in one process. It says what was predicted and what it measured.
+# Write `settings`. The check runs them on four ranks with new initial weights and a new text. It kills the run at a step that
+# you do not know, resumes it, and reads the last checkpoint in one process. It says what was predicted and what it measured.
 #
 # | level | what the check looks at |
 # |---|---|
-# | correct | four ranks start with one process's loss; memory fits; the run resumes after the kill; one process reads it |
+# | correct | four ranks start with the loss of one process; memory fits; the run resumes after the kill; one process reads it |
 # | fast | no layout that fits is 10% faster, by the planner's prediction |
 # | safe | no kill can cost more than 10 steps |
 # | learned | 96% skill after 60 steps |
