@@ -11,8 +11,8 @@
 #
 # So far everything ran because you were there to start it. On a cluster nobody is there. A script waits in a queue and
 # starts at night, on nodes that you did not choose. The scheduler ends it before it is done, and one of its nodes may fail.
-# In this last lesson all the others meet. You write the script **from a blank page**, run it on two nodes, and take it
-# through a preemption and a lost node. You show that its losses equal those of an undisturbed run, bit for bit.
+# In this lesson the earlier ones come together. You write the script **from a blank page**, run it on two nodes, and take
+# it through a preemption and a lost node. You show that its losses equal those of an undisturbed run, bit for bit.
 #
 # **What you will learn**
 #
@@ -78,15 +78,16 @@ cluster = places.find(my_cluster)
 print(cluster.description)
 
 # %% [markdown]
-# This line says what *your* jobs run on in this notebook. If Slurm's programs are installed, it is a real Slurm with two
-# nodes. Both are this machine, so only the speed is not real. Without Slurm, a stand-in replaces it, and your batch script
-# still runs. Its ranks are real processes that meet through this machine's network.
+# The printed line says what *your* jobs run on in this notebook. If Slurm's programs are installed, it is a real Slurm with
+# two nodes. Both are this machine, so only the speed is not real. Without Slurm, a stand-in replaces it, and your batch
+# script still runs. Its ranks are real processes that meet through this machine's network.
 #
 # ## What a scheduler is for
 #
 # A cluster has a thousand nodes and a thousand users. A **scheduler** hands out the nodes. You say what you need and for how
 # long. The scheduler finds a time and a place, keeps others away from your nodes, and takes everything back when the time is
-# over. You say it in a **batch script**, a shell script with a header that the scheduler reads. Here is a very small one.
+# over. You write this request into a **batch script**, a shell script with a header that the scheduler reads. Here is a very
+# small one.
 
 # %%
 # all nodes see it: scripts, logs, data
@@ -136,7 +137,7 @@ lab.beside("lines", my_lines, len(job.log.splitlines()), how="counted")
 #
 # <details><summary>Answer</summary>
 # Nobody watches a screen, so Slurm writes all output to this file. %j is the job's number, %x its name. Without the number,
-# the next job overwrites this log. Usually you want the log of the job that failed.
+# the next job overwrites this log, and usually you want the log of the earlier job, which failed.
 # </details>
 #
 # ## Where ranks meet
@@ -199,7 +200,7 @@ check("rendezvous")
 # | line | why |
 # |---|---|
 # | `#SBATCH --nodes=` `--ntasks-per-node=` `--gpus-per-node=` | a node has as many tasks as GPUs |
-# | `#SBATCH --cpus-per-task=` | cores for a rank, its threads and its loaders; `srun` needs the number **again** |
+# | `#SBATCH --cpus-per-task=` | cores for a rank, its threads and its loaders; `srun` does not inherit it: set it **again** |
 # | `#SBATCH --time=` | how long; a shorter job starts sooner, because it fits into gaps |
 # | `#SBATCH --signal=B:USR1@60` | a warning 60 seconds before the limit: USR1 to the script (`B:`), not to the ranks |
 # | `#SBATCH --requeue` | if a node dies, Slurm may put the job back into the queue |
@@ -215,7 +216,7 @@ check("rendezvous")
 # ### The time limit
 #
 # A run of two weeks on a cluster with a limit of 24 hours is fourteen jobs. A preemption is the same, only sooner: somebody
-# with a higher priority needs the nodes. Both times the scheduler warns first and kills later. This should happen in
+# with a higher priority needs the nodes. In both cases the scheduler warns first and kills later. This should happen in
 # between:
 
 # %%
@@ -229,11 +230,12 @@ lab.picture(figures_cluster.time_limit(),
 # %% [markdown]
 # Three things are hard about it, and all three concern the shell:
 #
-# - `bash` runs a `trap` only after the foreground command has ended. If that command is `srun`, the trap runs at the time
-#   limit. So put it into the background, `srun ... &`. Its process number is `$!`, and the script waits for it with `wait`.
+# - `bash` runs a `trap` only after the foreground command has ended. If that command is `srun`, the trap runs only at the
+#   time limit. So put `srun` into the background, `srun ... &`. Its process number is `$!`, and the script waits for it
+#   with `wait`.
 # - A signal **ends `wait`**, with a status above 128, but not the ranks. If the script does not wait again, it ends while the
 #   ranks are still saving, and Slurm kills them. (Killed ranks also end above 128, for example with 137. `wait` returns that
-#   status as often as you ask, so do not wait until it is small.)
+#   status as often as you ask, so do not loop until the status is small.)
 # - Under `set -e`, a `wait` that reports a failure ends the script before it can look at the status. Write
 #   `wait "$ranks" || status=$?`.
 #
@@ -244,7 +246,7 @@ lab.picture(figures_cluster.time_limit(),
 # > **Question.** Why not call `scontrol requeue` in the trap, right after `kill -USR1`?
 #
 # <details><summary>Answer</summary>
-# To requeue a running job <em>ends</em> it: Slurm sends its processes TERM, and a little later KILL. The ranks have just
+# Requeuing a running job <em>ends</em> it: Slurm sends its processes TERM, and a little later KILL. The ranks have just
 # begun to save. With a small model this goes well every time, until the model is large.
 # </details>
 #
@@ -252,14 +254,14 @@ lab.picture(figures_cluster.time_limit(),
 #
 # Return the text of a script that
 #
-# - runs `python -m course.cli train` on every task, with the arguments after the script's name in `sbatch` (`"$@"`);
+# - runs `python -m course.cli train` in every task, with the arguments after the script's name in `sbatch` (`"$@"`);
 # - asks for `nodes` nodes, `tasks` tasks on each node, `cpus` CPUs for each task and, unless `gpus` is 0, `gpus` GPUs on
 #   each node;
 # - asks for twenty minutes, and for a warning one minute before the end;
-# - sets `MASTER_ADDR` and `MASTER_PORT`, where the ranks meet, and as many threads as a rank has CPUs;
+# - sets `MASTER_ADDR` and `MASTER_PORT`, where the ranks meet, and gives each rank as many threads as it has CPUs;
 # - ends with the status of the ranks, however they end;
 # - lets the ranks save after a warning, and then puts the job back into the queue. After `scontrol requeue`, sleep a minute:
-#   Slurm ends the script meanwhile.
+#   Slurm ends the script during this time.
 #
 # (In an f-string, write the shell's `{` and `}` as `{{` and `}}`.)
 
@@ -301,8 +303,8 @@ exit "$ended"
     ### END SOLUTION
 
 # %% [markdown]
-# First run the linter, on the command line `course lint-sbatch FILE`. It finds mistakes that the text shows and that Slurm
-# accepts without a word.
+# First run the linter. (In a terminal: `course lint-sbatch FILE`.) It finds mistakes that are visible in the script and
+# that Slurm accepts without a word.
 
 # %%
 script = work / "mine.sh"
@@ -431,15 +433,15 @@ print(f"starts: {1 + job.restarts}, you said {my_starts}")
 # stopped and saved; Slurm logs each of them, and also that the script asked for a requeue.)
 #
 # **What you should see:** none, none, two. The job still has its number, and its log has both parts. The losses are the
-# *same numbers*, to the last bit. This says more than a curve that looks right, and `==` checks it. It takes everything that
-# belongs into a checkpoint (lesson 16): weights, Adam's states, the step, the position in the data.
+# *same numbers*, to the last bit. This says more than a curve that looks right, and `==` checks it. It requires everything
+# that belongs in a checkpoint (lesson 16): weights, Adam's states, the step, the position in the data.
 #
-# > **Question.** In another layout, say on one node after two, the losses would agree to about six digits in float32. Why not
-# > to the last bit?
+# > **Question.** In another layout, say on one node instead of two, the losses would agree to about six digits in float32.
+# > Why not to the last bit?
 #
 # <details><summary>Answer</summary>
-# Sums over ranks would add in another order, and floating-point addition is not associative. In float64 the difference is
-# below 10⁻¹². Nothing is wrong with it, but "bit for bit" is then no longer the question.
+# Sums over ranks would add in a different order, and floating-point addition is not associative. In float64 the difference
+# is below 10⁻¹². Nothing is wrong with it, but "bit for bit" is then no longer the question.
 # </details>
 #
 # ## Inside: a loop that loses nothing
@@ -458,7 +460,7 @@ print(f"starts: {1 + job.restarts}, you said {my_starts}")
 #
 # ## Exercise: survive
 #
-# You get the parts of a training. `load()` restores the newest checkpoint and returns its step (0 if there is none).
+# You get the parts of a training run. `load()` restores the newest checkpoint and returns its step (0 if there is none).
 # `step(n)` does step n. `save(n)` writes a checkpoint of the state after step n.
 #
 # - Train up to step `last`. Save after each step that `every` divides, and at the end.
@@ -490,10 +492,10 @@ def go_on(last: int, every: int, load: Callable[[], int], step: Callable[[int], 
 check("go-on")
 
 # %% [markdown]
-# With several ranks there is one more difficulty. The signal reaches each rank at another moment. One would stop after step
-# 80, another after step 81, and the second would wait for the first forever. So the ranks **agree**: after every step each
-# contributes its flag to an all-reduce (the maximum), which travels while the next step computes. All stop after the same
-# step, one step after the first rank got the signal. `course/resilience/preemption.py` does this:
+# With several ranks there is one more difficulty. The signal reaches each rank at a different moment. One would stop after
+# step 80, another after step 81, and the second would wait for the first forever. So the ranks **agree**: after every step
+# each contributes its flag to an all-reduce (the maximum), which travels while the next step computes. All stop after the
+# same step, one step after the first rank got the signal. `course/resilience/preemption.py` does this:
 
 # %%
 lab.show("course.resilience.preemption.StopSignal")
@@ -526,10 +528,10 @@ print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ",
 # %% [markdown]
 # The others ended within seconds. One of them names the missing rank and the step that this rank last reported. (Ranks
 # report every two seconds. In this time the small model does dozens of steps, so the rank had come further.)
-# `--kill-on-bad-exit` does the rest. Without these two, the remaining nodes would wait for the time limit, and you would pay
-# for them. The job has FAILED, and your script correctly did not requeue it, because nobody ended with 75. (When a *real*
-# node dies, Slurm notices, ends the job with `NODE_FAIL`, and requeues it: `--requeue` allows this.) Here, submit it again
-# with the same command.
+# `--kill-on-bad-exit` does the rest. If the ranks did not notice, or without this option, the remaining nodes would wait for
+# the time limit, and you would pay for them. The job has FAILED, and your script correctly did not requeue it, because
+# nobody ended with 75. (When a *real* node dies, Slurm notices, ends the job with `NODE_FAIL`, and requeues it: `--requeue`
+# allows this.) Here, submit it again with the same command.
 
 # %%
 job = completed("lost", submit("lost"))
@@ -636,7 +638,7 @@ for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values
 #
 # <details><summary>Answer</summary>
 # The derivative, −save/T² + 1/(2M), is zero at T = √(2 · save · M). There, saving costs as much as repeated steps:
-# √(save/2M) each. To lose half as much, save four times as fast.
+# √(save/(2M)) each. To halve both, save four times as fast. The restart adds restart/M.
 # </details>
 #
 # **And M?** A job stops when *any* of its nodes fails. If one node fails once in m seconds, N nodes fail N times as often.
@@ -733,9 +735,10 @@ print(f"{days:.2f} days without failures, {days / (1 - share):.2f} with them")
 # > saving, repeated steps, or restarts?
 #
 # <details><summary>Answer</summary>
-# With 30 s and 5 minutes, saving costs {result: saving | .1f}%, repeated steps {result: repeating | .1f}%, restarts
-# {result: restarting | .1f}%. If a save stops the training for 3 s (copy to host memory, write in the background), the first
-# two cost {result: lost_percent(3)[0] | .1f}% each. Then improve restarts: spare nodes and a fast start.
+# With 30 s for a save and 5 minutes for a restart, saving costs {result: saving | .1f}%, repeated steps
+# {result: repeating | .1f}%, restarts {result: restarting | .1f}%. If a save stops the training for 3 s (copy to host
+# memory, write in the background), the first two cost {result: lost_percent(3)[0] | .1f}% each. Then improve restarts: spare
+# nodes and a fast start.
 # </details>
 #
 # ## Your report
@@ -776,28 +779,28 @@ print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "",
 # **Contract**
 #
 # - `survive(job)` trains up to step `job.last`. It returns 0 if that step is done, and 75 if SIGUSR1 came before. A new process
-#   calls it again, with a training at its start and the disk as it was left.
+#   calls it again, with a fresh training state and the disk as the last process left it.
 # - `job.step(n)` does step n on the next samples, whose number differs from step to step. `job.position` counts the samples that
 #   were read.
 # - `job.state()` returns the weights and all other states, 4096 bytes. `job.restore(state, position)` takes them back.
 # - `job.disk` has `names()`, `read(path)`, `write(path, data)`, `flush(path)`, `rename(old, new)` and `remove(path)`. What is not
 #   flushed can be lost, as in [lesson 16](16_checkpoints.ipynb): bytes by a file's flush, names by a flush of their folder, `""`.
 #
-# What befalls it, each time in another run:
+# What happens to it, each in a run of its own:
 #
 # | what | when |
 # |---|---|
 # | the process is killed, or the power fails | in a step, and at *each* operation of the disk |
 # | SIGUSR1, and the end 2 seconds later | in a step, while it saves or loads. A step takes 1 second, a write 0.4, a flush 0.2 |
-# | the newest file is damaged | it is cut off, or has another bit, when a new process starts |
+# | the newest file is damaged | it is cut off, or one of its bits is flipped, when a new process starts |
 # | the disk is full once | `write` leaves half a file and raises an `OSError` |
 #
 # **Levels.** Each level counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
-# | correct | in the end each step has the loss of an undisturbed run; the status |
-# | few writes | bytes written: at most 4 checkpoints more than one after every `job.every` steps, of 1.1 states each |
+# | correct | in the end each step has the loss of an undisturbed run; the status is right |
+# | few writes | bytes written: at most one checkpoint for every `job.every` steps and 4 more, of 1.1 states each |
 # | few repeated | steps done again: none after a signal; after a kill at most `job.every`, twice as many with a damaged file |
 # | tidy | at the end at most 2.5 states on the disk, in 4 files; at no time more than 3.5 |
 #
@@ -814,7 +817,8 @@ check("survive")
 #
 # - A script runs once, and `srun` starts one rank per task, one task per GPU.
 # - Ask the scheduler for what it knows, and derive from the job's number what two jobs must not share.
-# - A warning passes from script to `srun` to rank. A handler sets a flag, the ranks agree on a step, and only 75 requeues.
+# - A warning passes from script to `srun` to rank. A handler sets a flag, the ranks agree on a step, and only status 75
+#   requeues the job.
 # - "Nothing lost" means the same numbers, and `==` tests it.
 # - Saving every √(2 · save · M) seconds loses the least, and M shrinks with every node.
 #
@@ -824,9 +828,9 @@ check("survive")
 # 2. What happens if the ranks need 90 seconds to save and the warning comes 60 seconds before the limit?
 # 3. Your cluster doubles the nodes of a job. How do the interval and the share lost change?
 #
-# This was the last lesson. You can now plan a training run, split it over GPUs, and prove that it computes the same.
-# You can bring it through a night on a shared cluster. For your own, see [submit/README.md](../submit/README.md) and
-# [submit/FAULTS.md](../submit/FAULTS.md).
+# You can now plan a training run, split it over GPUs, and prove that it computes the same. You can bring it through a night
+# on a shared cluster. For your own runs, see [submit/README.md](../submit/README.md) and
+# [submit/FAULTS.md](../submit/FAULTS.md). Next: [lesson 22](22_train_it.ipynb), the capstone, uses all of this.
 
 # %%
 cluster.close()
