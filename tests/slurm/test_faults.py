@@ -25,11 +25,11 @@ FOUR = ("--nodes=2", "--ntasks-per-node=2")
 PLENTY = 400.0                                       # seconds: on two cores that others use, too
 # in each rank before the course's command begins; in a job that Slurm has requeued no more
 HOOK = """
-import importlib.util, os
+import os, sys
 fault, ranks, step = (os.environ.get("FAULT") or "none 9 0").split()
 rank, started = os.environ.get("SLURM_PROCID"), not os.environ.get("SLURM_RESTART_COUNT")
 mine = rank in ranks.split(",")
-if started and (mine or fault == "lose" and rank) and importlib.util.find_spec("torch"):     # srun's helpers have another Python
+if started and (mine or fault == "lose" and rank) and sys.prefix == PREFIX:        # srun's helpers have another Python
     from tests.faults import afflict
     afflict(fault, int(step), mine)
 """
@@ -66,7 +66,7 @@ class Runs:
 
 def prepare(folder: Path, data: Path, cluster: Cluster) -> Runs:
     (folder / "hook").mkdir()
-    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    (folder / "hook" / "sitecustomize.py").write_text(f"PREFIX = {sys.prefix!r}{HOOK}")
     shutil.copytree(data, folder / "data")
     return Runs(folder, data, cluster)
 

@@ -92,7 +92,7 @@ def whole():
 def test_the_loss_in_pieces_is_the_loss(whole, spec):
     if "model" in spec:
         whole, = ranks(1)(validate, ["model.loss_chunk=0", *spec.split()])
-    assert ranks(1)(validate, spec.split()) == pytest.approx([whole], rel=1e-12)
+    assert ranks(1, 240)(validate, spec.split()) == pytest.approx([whole], rel=1e-12)         # compiling takes a minute
 
 
 @pytest.mark.parametrize("size, spec", [(2, "tp=2 parallel.sp=true"), (2, "cp=2"), (2, "pp=2"), (2, "dp=2 parallel.zero=true"),
