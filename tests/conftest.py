@@ -42,8 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (group(item) != LONGEST, -sizes[group(item)], group(item)))
     if turn := os.environ.get("COURSE_TURN"):
         mine = names_of_turn([item.nodeid for item in items if item.get_closest_marker("slow")], int(turn))
-        left_out = [item for item in items if item.get_closest_marker("slow") and item.nodeid not in mine]
-        config.hook.pytest_deselected(items=left_out)
+        left_out = {item for item in items if item.get_closest_marker("slow") and item.nodeid not in mine}
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 

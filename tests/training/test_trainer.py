@@ -453,7 +453,7 @@ train.main(config.load("vit-demo", ["data.source=mock", "train.device={device}",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", ["trains on", pytest.param("is stuck", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("other", ["trains on", "is stuck"])
 def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
     """Its own traceback first; a rank that is stuck where no signal reaches it, as in a collective on a GPU, ends as well."""
     told = job_that_fails(tmp_path, other, "cpu")
