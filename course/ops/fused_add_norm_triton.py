@@ -15,9 +15,11 @@ from torch import Tensor
 
 from course.utils.errors import CourseError
 
-# rows per program, and how many of them are prefetched: the best of those tried on an H200 for widths of 768 to 1152
+# most rows per program, and how many of them are prefetched: the best of those tried on an H200 for widths of 768 to 1152
 # (benchmark: `python -m experiments.fused_kernels`)
 ROWS, STAGES = 32, 3
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 6, 1          # fewest programs for each multiprocessor: with fewer rows than that needs, a
+                                                    # program takes less than ROWS. Backward sums up what each program has summed
 MOST = 65535                                        # most programs of a launch in the second and third dim
 TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and columns per tile, rows and warps per program
 
@@ -118,9 +120,10 @@ def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, b
     z = x.new_empty(0) if y is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype))
     n = torch.empty_like(x, dtype=out)
     mean, rstd = (x.new_empty(samples, tokens, dtype=torch.float32) for _ in range(2))
-    forward[samples, triton.cdiv(tokens, ROWS)](
+    rows = rows_each(samples, tokens, FORWARD_PROGRAMS, x.device)
+    forward[samples, triton.cdiv(tokens, rows)](
         x, y, gate, weight, bias, z, n, mean, rstd, tokens, step(gate), step(weight), step(bias), eps, offset, y is not None,
-        gate is not None, width, block, ROWS, stages(x, block), num_warps=warps(block))
+        gate is not None, width, block, rows, stages(x, block), num_warps=warps(block))
     return z, n, mean, rstd
 
 
@@ -138,10 +141,11 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     norm, gated = dn is not None, gate is not None
     dx = torch.empty_like(given, dtype=to_x, memory_format=torch.contiguous_format) if norm else given.new_empty(0)
     dy = torch.empty_like(given, dtype=to_y, memory_format=torch.contiguous_format) if gated else given.new_empty(0)
-    parts = given.new_empty(2 * norm + gated + total, samples, triton.cdiv(tokens, ROWS), width, dtype=torch.float32)
+    rows = rows_each(samples, tokens, BACKWARD_PROGRAMS, given.device)
+    parts = given.new_empty(2 * norm + gated + total, samples, triton.cdiv(tokens, rows), width, dtype=torch.float32)
     backward[parts.shape[1:3]](
         dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, step(gate), step(weight), offset, norm, dz is not None,
-        gated, total, width, block, ROWS, stages(given, block), num_warps=warps(block))
+        gated, total, width, block, rows, stages(given, block), num_warps=warps(block))
     one = weight is not None and len(weight) == 1   # one weight for all samples
     return dx, dy, parts.sum([1, 2], keepdim=True).squeeze(2) if one else parts.sum(2)
 
@@ -213,6 +217,15 @@ def check(tokens: int) -> None:
     if tokens > MOST * ROWS:
         raise CourseError(f"fused LayerNorm: a sample of {tokens} tokens, and {MOST * ROWS} are the most: use a shorter context "
                           "or kernels=pytorch")
+
+
+def rows_each(samples: int, tokens: int, programs: int, device: torch.device) -> int:
+    """Rows per program, a power of two up to `ROWS`, so that each multiprocessor has at least so many programs."""
+    gpu, rows = device.type == "cuda", ROWS          # on a CPU, Triton's interpreter runs one program at a time
+    fewest = programs * (torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1)
+    while rows > 1 and samples * triton.cdiv(tokens, rows) < fewest:
+        rows //= 2
+    return rows
 
 
 def warps(block: int) -> int:

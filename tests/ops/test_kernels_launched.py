@@ -64,3 +64,17 @@ def test_norms_refuse_a_sample_that_is_too_long(kernels):
     assert fits(kernels.forward) and fits(kernels.backward)
     with pytest.raises(CourseError, match="a sample of 2097121 tokens"):
         both(MOST * kernels.ROWS + 1)
+
+
+def test_few_rows_are_shared_by_more_programs(kernels):
+    """A GPU with 132 multiprocessors: one program for each row of a small sample, 32 rows each for a large batch."""
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132)):
+        def rows(samples: int, tokens: int, programs: int) -> int:
+            return kernels.rows_each(samples, tokens, programs, torch.device("cuda"))
+
+        assert [rows(1, 1024, 6), rows(1, 1024, 1), rows(8, 1024, 6), rows(8, 1024, 1)] == [1, 4, 8, 32]
+        assert rows(64, 1024, 6) == rows(64, 1024, 1) == 32
+        assert rows(1, 1, 6) == 1
+    x = torch.empty(2, 100, 8, device="meta")
+    kernels.add_norm(x, None, None, x[:1, 0], x[:1, 0], 1e-5, 0.0, x.dtype)
+    assert kernels.forward.launched == [(2, 4)]      # without a GPU, 6 programs in all suffice
