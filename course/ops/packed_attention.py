@@ -26,7 +26,8 @@ from course.ops.custom_op import register_operator
 from course.ops.number_formats import LOW_PRECISION
 
 MOST = 2**28                                        # most scores of the plain version on a CPU: 1 GiB per copy, a few copies
-LONGEST = 512                                       # keys that a query sees on average, up to which the kernels are faster
+# keys that a query sees on average, up to which the kernels are faster: for heads of at most this width
+LONGEST = {64: 512, 80: 768, 128: 256}
 
 
 def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -113,10 +114,12 @@ def is_faster(head_dim: int, tokens: int, causal: bool) -> bool:
     """Whether the kernels support this head width, and beat PyTorch's attention over so many tokens.
 
     The kernels save a pass over each token's gradients. cuDNN needs less time for each score, so it wins where a query sees many
-    keys (`LONGEST`). But it pads a width of 72 or 80 to 128. Measured on an H200: results/packed_attention_h200.json.
+    keys (`LONGEST`). But it pads a width of 72 or 80 to 128, and then wins only where half of the scores are masked. Measured on
+    an H200: results/packed_attention_h200.json.
     """
     supported = 16 <= head_dim < 128 and head_dim % 8 == 0              # a multiple of 16 bytes
-    return supported and (head_dim in (72, 80) or tokens <= LONGEST * (2 if causal else 1))
+    longest = next(keys for width, keys in LONGEST.items() if head_dim <= width) if supported else 0
+    return supported and (tokens <= longest * (2 if causal else 1) or (head_dim in (72, 80) and not causal))
 
 
 def supports_precision(precision: str, device: torch.device) -> bool:
