@@ -32,14 +32,16 @@ def test_a_copy_takes_any_strides(dtype):
     assert torch.equal(room[10:310, 10:710], x) and (room[:10] == 5).all() and (room[310:] == 5).all()
 
 
-def test_attention_is_that_of_pytorch():
+@pytest.mark.parametrize(("make", "size"), [
+    (kernel_speed.flash_work, (2, 2, 300, 64)), (kernel_speed.flash_backward_work, (2, 2, 300, 64)),
+    (kernel_speed.cross_entropy_work, (33, 5001)), (kernel_speed.cross_entropy_work, (70, 50304))])
+def test_attention_and_cross_entropy_are_those_of_pytorch(make, size):
     torch.manual_seed(0)
-    for make in (kernel_speed.flash_work, kernel_speed.flash_backward_work):
-        work = make(2, 2, 300, 64, DEVICE)
-        wanted = work.calls.pop("PyTorch")()
-        for who, call in work.calls.items():
-            for mine, its in zip(call(), wanted, strict=True):
-                assert (mine.double() - its.double()).norm() <= 2**-6 * its.double().norm(), who
+    work = make(*size, DEVICE)
+    wanted = work.calls.pop("PyTorch")()
+    for who, call in work.calls.items():
+        for mine, its in zip(call(), wanted, strict=True):
+            assert (mine.double() - its.double()).norm() <= 2**-6 * its.double().norm(), who
 
 
 def test_kernels_are_watched_under_the_interpreter():
@@ -58,4 +60,5 @@ def test_checks_pass_on_a_machine_with_a_gpu(name):
 def test_speed_of_an_exercise_is_measured_beside_pytorch():
     speed = kernel_speed.of_exercise("copy", DEVICE)
     assert [*speed] == ["lesson", "PyTorch"] and all(row["GB/s"] > 100 for row in speed.values())
+    assert [*kernel_speed.of_exercise("cross-entropy", DEVICE)] == ["lesson", "PyTorch", "library"]
     assert kernel_speed.of_exercise("matmul-cost", DEVICE) == {}

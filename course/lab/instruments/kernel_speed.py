@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, layer_norm, scaled_dot_product_attention
 
 from course.bench import timing
 from course.lab.exercises import lesson19_flash_attention as flash
 from course.lab.exercises import lesson19_kernels as lesson
+from course.lab.exercises import lesson19_open_task as task
 from course.ops import fused_add_norm, fused_gelu, packed_attention  # noqa: F401 (importing them registers the operators)
 from course.ops.triton_language import triton
 
@@ -126,6 +127,28 @@ MATRIX_WORK = {"copy": copy_work, "fused-gelu": gelu_work, "row-softmax": softma
 """Exercise -> its work on a matrix."""
 
 
+def cross_entropy_work(T: int, V: int, device: torch.device) -> Work:
+    """The mean cross-entropy of T tokens over V words in bf16, and the gradient of the logits, which may overwrite them.
+
+    A second call of the lesson's or the library's function finds the gradients of the first: only its time means anything.
+    """
+    logits, targets = random(device, T, V), torch.randint(V, (T,), device=device)
+    ours, theirs, leaf = logits.clone(), logits.clone(), logits.clone().requires_grad_()
+    weights = torch.full((T,), 1 / T, device=device)
+
+    def plain() -> tuple[Tensor, ...]:
+        loss = cross_entropy(leaf.float(), targets)
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+    def library() -> tuple[Tensor, ...]:
+        from course.ops.cross_entropy_triton import cross_entropy_  # Triton comes with PyTorch for GPUs alone
+
+        return cross_entropy_(theirs, targets, weights).mean(), theirs
+
+    return Work(2 * logits.nbytes, "GB/s", {
+        "lesson": lambda: task.cross_entropy(ours, targets, -100, 1.0, 4096), "PyTorch": plain, "library": library})
+
+
 class Heads:
     """Causal attention of B samples with H heads of D in bf16, q, k and v being views of a packed qkv; forward has run."""
 
@@ -180,5 +203,7 @@ def of_exercise(name: str, device: torch.device) -> dict[str, dict[str, float]]:
     """
     if name in MATRIX_WORK:
         return measure(MATRIX_WORK[name](65536, 1152, device), device)
+    if name == "cross-entropy":
+        return measure(cross_entropy_work(8192, 50304, device), device)
     attention = {"flash-forward": flash_work, "flash-backward": flash_backward_work}
     return measure(attention[name](4, 16, 4096, 64, device), device) if name in attention else {}
