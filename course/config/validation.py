@@ -296,10 +296,11 @@ def context_method(config: "Config") -> Method:
 def context_choice(config: "Config") -> tuple[Method, str]:
     """(what parallel.context=auto takes, why). It depends on the configuration alone, so all ranks choose alike.
 
-    all_to_all where it can share out the heads: in bench/results/cp_h200.json it is the fastest of the three in all causal
-    rows, and with full attention on 4 GPUs; on 2 it takes up to 2.5% longer than gather. Else a ring for causal attention, where
-    gather cannot use the fastest kernels and takes 1.08 to 1.62 times as long. Else gather, since a ring takes 1.03 to 1.29
-    times as long there. In the performance model this is at most 8% slower than the best while the GPU is busy.
+    Measured on H200s (bench/results/cp_h200.json and context_steps_2xh200.json). Causal attention: all_to_all is the fastest of
+    the three wherever it can share out the heads. Else a ring, since gather cannot use the fastest kernels and takes 1.08 to
+    1.62 times as long. Attention to all tokens: over two ranks gather is the fastest, by 3 to 5% of a step beside all_to_all,
+    with as many bytes in fewer collectives. Over four ranks it sends more, and all_to_all is up to 10% faster; a ring takes 1.03
+    to 1.29 times as long as gather. In the performance model the choice is at most 8% slower than the best while the GPU is busy.
     """
     m, p = config.model, config.parallel
     if efficient_refuses_groups(config):
@@ -309,13 +310,14 @@ def context_choice(config: "Config") -> tuple[Method, str]:
 
 def shared_heads(m: ModelConfig, p: "Parallel") -> tuple[Method, str]:
     """`context_choice` by heads and mask alone."""
-    heads = m.groups // p.tp
+    heads, causal = m.groups // p.tp, isinstance(m, GPTConfig)
+    sees = f"attention {'is causal' if causal else 'sees all tokens'}"
     what = f"the {heads} {'key-value ' * (m.groups != m.heads)}heads of a rank"
+    if p.cp == 2 and not causal:
+        return "gather", f"parallel.cp=2, and {sees}"
     if heads and heads % p.cp == 0:
         return "all_to_all", f"parallel.cp={p.cp} divides {what}"
-    causal = isinstance(m, GPTConfig)
-    return ("ring" if causal else "gather",
-            f"parallel.cp={p.cp} does not divide {what}, and attention {'is causal' if causal else 'sees all tokens'}")
+    return "ring" if causal else "gather", f"parallel.cp={p.cp} does not divide {what}, and {sees}"
 
 
 # ---- layouts

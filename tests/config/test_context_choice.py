@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from course import config
+from course.bench import results
 from course.config.validation import context_choice, context_method, refusal
 from course.convert.reshard import pretended
 from course.models import build_model
@@ -14,20 +15,30 @@ from course.parallel.context_parallel.attention import METHODS
 from course.planner import hardware, memory
 from course.planner.step_time import predict
 from course.training.trainer import context_note
+from experiments import context_steps
 
 GROUPED = ["model.heads=8", "model.kv_heads=2", "model.dim=64"]
 
 
 @pytest.mark.parametrize(("preset", "settings", "how"), [
     ("gpt-demo", ["parallel.cp=2"], "all_to_all"), ("gpt-demo", ["parallel.cp=3"], "ring"),
-    ("gpt-demo", ["parallel.cp=2", "parallel.tp=4"], "ring"), ("dit-demo", ["parallel.cp=2"], "all_to_all"),
-    ("dit-demo", ["parallel.cp=3"], "gather"), ("vit-demo", ["parallel.cp=3"], "gather"),
+    ("gpt-demo", ["parallel.cp=2", "parallel.tp=4"], "ring"), ("dit-demo", ["parallel.cp=2"], "gather"),
+    ("dit-demo", ["parallel.cp=4"], "all_to_all"), ("dit-demo", ["parallel.cp=3"], "gather"),
+    ("vit-demo", ["parallel.cp=3"], "gather"), ("vit-demo", ["parallel.cp=2"], "gather"),
     ("gpt-demo", [*GROUPED, "parallel.cp=2"], "all_to_all"), ("gpt-demo", [*GROUPED, "parallel.cp=4"], "ring"),
     ("gpt-demo", [*GROUPED, "parallel.cp=2", "attention=efficient", "precision=bf16"], "ring"),
     ("gpt-demo", ["parallel.cp=2", "parallel.context=gather"], "gather")])
-def test_auto_shares_out_heads_where_they_suffice(preset, settings, how):
+def test_auto_takes_a_method_by_heads_and_mask(preset, settings, how):
     c = config.load(preset, settings)
     assert refusal(c) == "" and context_method(c) == how
+
+
+def test_auto_takes_the_method_whose_whole_steps_were_the_fastest():
+    rows = results.load("context_steps_2xh200")["rows"]
+    for name, case in context_steps.CASES.items():
+        times = {row["context"]: row["ms"] for row in rows if row["case"] == name and row["gpus"] == 2 and row["graphs"]}
+        c = config.load(case.preset, [*case.settings, "parallel.cp=2", f"train.global_batch={case.samples}"])
+        assert set(times) == {*METHODS} and times[context_method(c)] == min(times.values()), name
 
 
 def test_auto_takes_no_method_that_is_refused():
