@@ -13,6 +13,7 @@ from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear
 from course.planner import collectives
 from course.planner.activation_memory import chunked, fused
+from course.planner.kernel_efficiency import TINY
 from course.planner.parameter_memory import expert_waits, normed_heads, uneven
 from course.planner.rank_workload import Moved, RankWorkload, linear_time
 
@@ -22,6 +23,7 @@ from course.planner.rank_workload import Moved, RankWorkload, linear_time
 # Overlapped linears and the ring, which were not fitted, confirm it (tests/bench/test_recorded_steps.py).
 BESIDE = 0.74
 BARRIER = 4.5e-6                                    # seconds of a symmetric-memory barrier (results/symmetric_2xh100.json)
+TINY_KERNELS = 4, 8                                 # of a block forward and backward: casts of biases, sums of partial sums
 
 
 # ---- a block ----
@@ -34,8 +36,9 @@ def block_time(local: RankWorkload, mixture: bool = False) -> dict[str, float]:
     forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
     casts = sum(cast for *_, cast in each)
     attend, attend_back, around, around_back, hidden = attention_time(local)
-    kept = local.seconds(forward_bytes(local, mixture)) + slow_norms(local, False)
-    gone = local.seconds(backward_bytes(local, mixture)) + slow_norms(local, True)
+    tiny, tiny_back = (number * TINY for number in TINY_KERNELS)
+    kept = local.seconds(forward_bytes(local, mixture)) + slow_norms(local, False) + tiny
+    gone = local.seconds(backward_bytes(local, mixture)) + slow_norms(local, True) + tiny_back
     comm, comm_back, beside = tensor_time(local, each)
     modulated, modulated_back = modulation_time(local)
     comm, comm_back = comm + modulated, comm_back + modulated_back
@@ -316,7 +319,8 @@ def gpt_head(local: RankWorkload) -> dict[str, float]:
 
     The loss in chunks over the whole vocabulary reads each logit and writes its gradient once. Otherwise logits are read and
     written several times around the softmax. Eager: 2 bytes read and 4 written, then exponentials, weights and cast. Compiled:
-    about once in each direction. Each chunk reads and writes the weight's gradient."""
+    about once in each direction. Each chunk reads and writes the weight's gradient, which is scaled in the end. If the weight is
+    the embedding's too, both gradients are added."""
     m, p, wide = local.m, local.p, local.wide
     assert isinstance(m, GPTConfig)
     group, rest, n = local.groups["tp"], local.rest * m.dim, local.tokens * m.dim
@@ -328,13 +332,15 @@ def gpt_head(local: RankWorkload) -> dict[str, float]:
     loss = [("fused", 12 * logits)] if local.config.compile else [("elementwise", (28 if local.low == 2 else 36) * logits)]
     if in_chunks and p.tp == 1:                                           # ops/cross_entropy_triton.py
         loss = [("fused", 2 * local.low * logits)]
+    each = (2 * wide * in_chunks + 3 * wide * (m.tied and p.pp == 1)) * m.vocab / p.tp * m.dim
     comm = comm_back = 0.0
     if p.tp > 1:
         three = 2 * collectives.all_reduce(4 * local.tokens, group)           # the maximum and two sums per token
         whole = collectives.all_gather(wide * n, group)
         comm, comm_back = three + (whole if p.sp else 0.0), whole if p.sp else collectives.all_reduce(wide * n, group)
     return part(matmul=(y, dx + dw), memory=(local.seconds([("norm", 2 * wide * rest), *loss, *sums]) + cast,
-                                             local.seconds([("norm_back", 5 * wide * rest)])), tensor=(comm, comm_back))
+                                             local.seconds([("norm_back", 5 * wide * rest), ("elementwise", each)])),
+                tensor=(comm, comm_back))
 
 
 def part(**times: tuple[float, float]) -> dict[str, float]:

@@ -92,4 +92,10 @@ def test_most_recorded_steps_are_predicted_well():
     off = [abs(step.error) for step in STEPS]
     whole = [step for step in STEPS if step.kind == "step"]
     near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
-    assert (near, len(whole)) == (86, 90) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3
+    assert (near, len(whole)) == (89, 93) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3
+
+
+def test_steps_of_one_sample_in_a_graph_are_predicted_within_20_percent():
+    """They are hundreds of kernels of a few microseconds: what is not counted one by one shows here."""
+    off = {step.name: step.error for step in STEPS if "one sample" in step.name and "in a graph" in step.name}
+    assert len(off) == 4 and max(map(abs, off.values())) < 0.2, off

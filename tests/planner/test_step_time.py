@@ -82,7 +82,8 @@ def test_a_graph_has_no_launches():
 
 def test_zero_shares_the_update_out():
     plain, zero = predict(gpt("parallel.dp=8"), H200), predict(gpt("parallel.dp=8", "parallel.zero=true"), H200)
-    assert plain.optimizer > 5 * zero.optimizer
+    fixed = step_time.TINY_KERNELS * kernel_efficiency.TINY            # kernels on single numbers, which each rank runs
+    assert plain.optimizer - fixed > 5 * (zero.optimizer - fixed) > 0
 
 
 def test_buckets_hide_what_naive_shows():
