@@ -79,7 +79,7 @@ for words, preset, batch in (("124M", "gpt-124m", 64), ("350M", "gpt-350m", 32),
             f"{words}: fp8, compiled, narrow stream": (preset, (*FP8, *whole)),
             f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": (preset, (*FP8, *TRITON, *whole)),
             f"{words}: Hugging Face's GPT-2, bf16, compiled": (preset, whole, "transformers")}
-WHOLE = ("train.global_batch=64", "train.micro_batch=0")
+WHOLE, ONE = (("train.global_batch=64", "train.micro_batch=0"), ("train.global_batch=1", "train.micro_batch=0"))
 GPT |= {"124M: bf16, compiled, narrow stream, in a graph": ("gpt-124m", (*NARROW, "graphs=true", *WHOLE)),
         "124M: bf16, compiled, narrow stream, all logits": ("gpt-124m", (*NARROW, "model.loss_chunk=0", *WHOLE)),
         "124M: bf16, compiled, narrow stream, selective recomputation": (
@@ -89,6 +89,10 @@ GPT |= {"124M: bf16, compiled, narrow stream, in a graph": ("gpt-124m", (*NARROW
         "124M: bf16, compiled, narrow stream, Triton kernels, in a graph, two micro-batches": (
             "gpt-124m", (*NARROW, *TRITON, "train.global_batch=64", "train.micro_batch=32")),
         "124M: bf16, compiled, narrow stream, full recomputation": ("gpt-124m", (*NARROW, "train.recompute=full", *WHOLE)),
+        "124M, one sample: bf16, compiled, narrow stream": ("gpt-124m", (*NARROW, *ONE)),
+        "124M, one sample: bf16, compiled, narrow stream, in a graph": ("gpt-124m", (*NARROW, "graphs=true", *ONE)),
+        "124M, one sample: bf16, compiled, narrow stream, Triton kernels, in a graph": ("gpt-124m", (*NARROW, *TRITON, *ONE)),
+        "124M, one sample: Hugging Face's GPT-2, bf16, compiled": ("gpt-124m", ONE, "transformers"),
         "1.3B: fp8 by Transformer Engine": ("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))}
 
 DIT: dict[str, tuple[Any, ...]] = {}
