@@ -99,6 +99,83 @@ def test_loads_with_a_mask_are_counted_and_the_rest_is_no_number(dtype):
     assert torch.equal(y[:6], x[:6]) and y[6:].isnan().tolist() == [dtype.is_floating_point] * 2
 
 
+@triton.jit
+def one_number_kernel(x, y, n, other):
+    """y = x[n] if there is such an element, else `other`; y[1] = 0 in its place."""
+    tl.store(y, tl.load(x + n, mask=n >= 0, other=other))
+    tl.store(y + 1, tl.load(x + n, mask=n >= 0, other=0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n,found", [(-5, [0, 0]), (2, [3, 3])])
+def test_one_number_that_a_mask_leaves_out_can_be_zero(dtype, n, found):
+    """The interpreter takes an `other` of one number that is 0 for none."""
+    x, y = torch.arange(1, 5).to(dtype), torch.ones(2, dtype=dtype)
+    with watched(x, y) as accesses:
+        one_number_kernel[(1,)](x, y, n, 0.0)
+    assert y.tolist() == found and accesses.inside
+
+
+@triton.jit
+def shift_kernel(x, y, ahead, wait: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a tile `ahead` of where it comes from; the threads wait in between, if they do, at a barrier or in a sum."""
+    at = tl.arange(0, BLOCK)
+    tile = tl.load(x + at)
+    if wait == "barrier":
+        tl.debug_barrier()
+    if wait == "sum":
+        tl.store(y, tl.sum(tile, 0))
+    tl.store(x + at + ahead, tile)
+
+
+@triton.jit
+def first_kernel(x, wait: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a tile, and its first element once more."""
+    tl.store(x + tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32))
+    if wait:
+        tl.debug_barrier()
+    tl.store(x, 1.0)
+
+
+@pytest.mark.parametrize("ahead,wait,raced", [(0, "", False), (1, "", True), (1, "barrier", False), (1, "sum", False),
+                                              (4, "", False)])
+def test_a_thread_that_stores_what_another_loads_has_to_wait(ahead, wait, raced):
+    x, y = torch.arange(8.0), torch.zeros(1)
+    with watched(x, y) as accesses:
+        shift_kernel[(1,)](x, y, ahead, wait, 4)
+    assert accesses.raced is raced
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_two_threads_that_store_the_same_number_have_to_wait(wait):
+    x = torch.ones(4)
+    with watched(x) as accesses:
+        first_kernel[(1,)](x, wait, 4)
+        first_kernel[(1,)](x, wait, 4)               # a launch begins after the one before it
+    assert accesses.raced is not wait and x.tolist() == [1, 0, 0, 0]
+
+
+@triton.jit
+def copy_kernel(x, y, n, BLOCK: tl.constexpr):
+    """Copy an element at a time."""
+    for at in range(n):
+        tl.store(y + at, tl.load(x + at))
+
+
+def test_programs_and_launches_are_no_threads_of_each_other():
+    x, y = torch.arange(4.0), torch.zeros(4)
+    with watched(x, y) as accesses:
+        copy_kernel[(1,)](x, y, 4, 4)
+        add_one_kernel[(1,)](y, x, 4, 0, 4)
+    assert not accesses.raced
+
+
+def test_an_empty_tensor_holds_no_number():
+    with watched():
+        made = torch.empty(3), torch.empty_like(torch.zeros(2, dtype=torch.bfloat16)), torch.zeros(1).new_empty(2, 2)
+    assert all(x.isnan().all() for x in made)
+
+
 def test_kernels_run_as_before_after_watching():
     x, y = torch.arange(10.0), torch.zeros(10)
     with watched(x):
@@ -149,8 +226,17 @@ def count_kernel(total):
     tl.atomic_add(total, 1.0)
 
 
-def test_an_atomic_addition_counts_as_a_store():
-    total = torch.zeros(1)
-    with watched(total) as accesses:
+@triton.jit
+def swap_kernel(x, place):
+    tl.atomic_cas(x + place, 0, 5)
+
+
+def test_an_atomic_operation_counts_as_a_store():
+    total, x = torch.zeros(1), torch.zeros(4, dtype=torch.int32)
+    with watched(total, x) as accesses:
         count_kernel[(3,)](total)
-    assert accesses.stores == [3] and accesses.loads == [0] and total.item() == 3
+        swap_kernel[(1,)](x, 2)
+    assert accesses.stores == [3, 1] and accesses.loads == [0, 0] and total.item() == 3 and x.tolist() == [0, 0, 5, 0]
+    with watched(x) as accesses:
+        swap_kernel[(1,)](x, 10**6)
+    assert not accesses.inside and accesses.stores == [0]

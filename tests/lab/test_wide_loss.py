@@ -63,6 +63,16 @@ def test_a_transcript_of_another_kind_is_refused(forged):
         task.weigh(inputs, task.run(inputs) | forged)
 
 
+@pytest.mark.parametrize("blocks,early", [(((0, 1), (0, 1)), False), (((0,), (0,), (1,), (1,)), True)])
+def test_a_gradient_needs_all_logits_of_its_token(blocks, early):
+    """Loads and stores take turns: of the whole row, or of one logit after another."""
+    logits, gradient = torch.zeros(1, 2), np.zeros(2, np.float32)
+    events = np.array([[0, 1, 0, 0, turn % 2, len(block)] for turn, block in enumerate(blocks)])
+    places = np.array([place for block in blocks for place in block])
+    went = task.replay(logits, events, set(), places, np.zeros(4, np.float32), gradient, True)
+    assert went.early.tolist() == [early] and went.real and went.loads.tolist() == went.stores.tolist() == [[1, 1]]
+
+
 def test_programs_that_read_what_others_write_are_found():
     """Two programs of a launch; and of two launches, one after another."""
     logits, values, gradient = torch.zeros(1, 2), np.zeros(4, np.float32), np.zeros(2, np.float32)
