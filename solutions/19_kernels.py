@@ -1092,9 +1092,9 @@ lab.beside("bytes beside the logits", my_multiple, meter.peak / logits.nbytes,
 #
 # - `cross_entropy(logits, targets, ignored, scale, block)` returns the mean loss, and the gradient of `scale` times that loss
 #   for the logits. The loss has the shape () and float32. The gradient has the shape and the format of the logits.
-# - `logits` (T, V) are float32 or bf16. Columns are adjacent in memory, rows need not follow each other. You may overwrite
-#   them. Logits may be above 10,000, below −10,000, or -inf. A whole block may be -inf, but not the target of a token that
-#   counts.
+# - `logits` (T, V) are float32 or bf16. V may be less than `block`, or no multiple of it. Columns are adjacent in memory, rows
+#   need not follow each other. You may overwrite them. Logits may be above 10,000, below −10,000, or -inf. A whole block may
+#   be -inf, but not the target of a token that counts.
 # - `targets` (T,) are int64, from 0 to V − 1, or `ignored`. A token whose target is `ignored` does not count: its loss and its
 #   gradient are 0, whatever its logits, and the mean is over the other tokens. `ignored` may be any number, also that of a
 #   word. If no token counts, the loss is 0.

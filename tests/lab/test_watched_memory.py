@@ -117,42 +117,49 @@ def test_one_number_that_a_mask_leaves_out_can_be_zero(dtype, n, found):
 
 
 @triton.jit
-def shift_kernel(x, y, ahead, wait: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a tile `ahead` of where it comes from; the threads wait in between, if they do, at a barrier or in a sum."""
-    at = tl.arange(0, BLOCK)
-    tile = tl.load(x + at)
+def first_kernel(x, y, loads: tl.constexpr, wait: tl.constexpr, BLOCK: tl.constexpr):
+    """Load or store one number, then store a tile that holds it; the threads wait in between, if they do, at `wait`."""
+    tile = tl.load(y + tl.arange(0, BLOCK))
+    if loads:
+        tl.store(y, tl.load(x + 1))
+    else:
+        tl.store(x + 1, 5.0)
     if wait == "barrier":
         tl.debug_barrier()
     if wait == "sum":
-        tl.store(y, tl.sum(tile, 0))
-    tl.store(x + at + ahead, tile)
+        tile = tile * tl.sum(tile, 0)
+    if wait == "maximum":
+        tile = tile * tl.max(tile, 0)
+    if wait == "scan":
+        tile = tl.cumsum(tile, 0)
+    tl.store(x + tl.arange(0, BLOCK), tile)
+
+
+@pytest.mark.parametrize("wait", ["", "barrier", "sum", "maximum", "scan"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_one_number_and_a_tile_race_unless_threads_wait(loads, wait):
+    x, y = torch.ones(4), torch.ones(4)
+    with watched(x, y) as accesses:
+        for _ in range(2):                           # a launch begins after the one before it
+            first_kernel[(2,)](x, y, loads, wait, 4)
+    assert {found for found in accesses.raced if found[0] == 0} == (set() if wait else {(0, 1)})
 
 
 @triton.jit
-def first_kernel(x, wait: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a tile, and its first element once more."""
-    tl.store(x + tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32))
-    if wait:
-        tl.debug_barrier()
-    tl.store(x, 1.0)
+def in_place_kernel(x, total, BLOCK: tl.constexpr):
+    """Double a row of two tiles in place, which needs no waiting, and add up its numbers."""
+    for start in range(0, 2 * BLOCK, BLOCK):
+        tile = tl.load(x + start + tl.arange(0, BLOCK))
+        tl.atomic_add(total + tl.arange(0, BLOCK) * 0, tile)
+        tl.store(x + start + tl.arange(0, BLOCK), 2 * tile)
+    tl.atomic_add(total, 1.0)
 
 
-@pytest.mark.parametrize("ahead,wait,raced", [(0, "", False), (1, "", True), (1, "barrier", False), (1, "sum", False),
-                                              (4, "", False)])
-def test_a_thread_that_stores_what_another_loads_has_to_wait(ahead, wait, raced):
-    x, y = torch.arange(8.0), torch.zeros(1)
-    with watched(x, y) as accesses:
-        shift_kernel[(1,)](x, y, ahead, wait, 4)
-    assert accesses.raced is raced
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_two_threads_that_store_the_same_number_have_to_wait(wait):
-    x = torch.ones(4)
-    with watched(x) as accesses:
-        first_kernel[(1,)](x, wait, 4)
-        first_kernel[(1,)](x, wait, 4)               # a launch begins after the one before it
-    assert accesses.raced is not wait and x.tolist() == [1, 0, 0, 0]
+def test_tiles_in_their_place_and_atomic_additions_do_not_race():
+    x, total = torch.arange(8.0), torch.zeros(1)
+    with watched(x, total) as accesses:
+        in_place_kernel[(1,)](x, total, 4)
+    assert not accesses.raced and torch.equal(x, 2 * torch.arange(8.0)) and total.item() == 29
 
 
 @triton.jit
@@ -168,6 +175,24 @@ def test_programs_and_launches_are_no_threads_of_each_other():
         copy_kernel[(1,)](x, y, 4, 4)
         add_one_kernel[(1,)](y, x, 4, 0, 4)
     assert not accesses.raced
+
+
+def test_a_new_tensor_takes_a_shape_and_no_numbers_of_another():
+    x = torch.arange(6.0)
+    with watched(x) as accesses:
+        x.new_zeros(2), x.new_full((3,), 1.0), torch.ones_like(x[:1])
+    assert accesses.largest == 3 and not accesses.used and len(accesses.made) == 3
+    with watched(x) as accesses:
+        x[2:4].sum()
+    assert accesses.used == {x.data_ptr()} and accesses.largest == 2
+
+
+def test_kernels_may_use_a_tensor_made_of_given_numbers():
+    y = torch.zeros(4)
+    with watched(y, made=True) as accesses:
+        add_one_kernel[(1,)](torch.tensor([1.0, 2.0, 3.0]), y, 3, 0, 4)
+    assert accesses.inside and y.tolist() == [2, 3, 4, 0] and accesses.largest == 3 and not accesses.pytorch
+    assert accesses.computed == {accesses.made[0].data_ptr()}
 
 
 def test_an_empty_tensor_holds_no_number():

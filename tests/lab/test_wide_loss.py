@@ -73,6 +73,22 @@ def test_a_gradient_needs_all_logits_of_its_token(blocks, early):
     assert went.early.tolist() == [early] and went.real and went.loads.tolist() == went.stores.tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_softmax_that_is_rounded_to_bf16_is_seen(seed):
+    """Whatever the probabilities: by chance they could lie near numbers of bf16."""
+    cases = [case for case in task.unpacked(task.draw(seed, True)) if case[0].dtype == torch.bfloat16]
+    assert len(cases) == 2
+    for case in cases:
+        logits, targets, ignored, scale, _ = case
+        loss, once = task.reference(logits, targets, ignored, scale)
+        kept = targets != ignored
+        target = torch.zeros_like(once)
+        target[kept, targets[kept]] = 1
+        twice = (logits.double().softmax(1).bfloat16().double() - target) * kept[:, None] * scale / kept.sum()
+        found = [task.judged(case, loss, gradient.bfloat16().flatten())["gradient"] for gradient in (once, twice)]
+        assert found[0] == 1 != found[1]
+
+
 def test_programs_that_read_what_others_write_are_found():
     """Two programs of a launch; and of two launches, one after another."""
     logits, values, gradient = torch.zeros(1, 2), np.zeros(4, np.float32), np.zeros(2, np.float32)

@@ -82,7 +82,7 @@ VISIBLE = (Case(5, 149, 32, torch.float32, -100, 1.0), Case(5, 40, 64, torch.flo
            Case(3, 70, 32, torch.float32, -1, 0.25, "masked"), Case(3, 70, 32, torch.float32, -100, 1.0, "none"))
 HIDDEN = (*VISIBLE, Case(5, 67, 16, torch.bfloat16, 7, 5.0), Case(6, 97, 64, torch.float32, 3, 0.5))
 LARGE = 1e4
-SURE = 3.5                                           # log of the odds of a target, about: a probability of 0.97
+SURE = (3.0, 4.0)                                    # log of the odds of a target, about: probabilities of 0.95 and 0.98
 
 
 def draw_case(generator: torch.Generator, case: Case) -> tuple[Tensor, Tensor]:
@@ -112,8 +112,16 @@ def draw_case(generator: torch.Generator, case: Case) -> tuple[Tensor, Tensor]:
     targets[ignored if case.kind != "none" else slice(None)] = case.ignored
     if case.dtype == torch.bfloat16:
         sure = int((targets != case.ignored).nonzero()[0])
-        logits[sure, targets[sure]] = logits[sure].logsumexp(0) + SURE
+        logits[sure, targets[sure]] = sure_logit(logits[sure], int(targets[sure]))
     return logits.to(case.dtype), targets
+
+
+def sure_logit(logits: Tensor, target: int) -> Tensor:
+    """A logit in bf16 for the target that makes a token almost sure of it, so that bf16 rounds its probability by much."""
+    rows = logits.repeat(9, 1)
+    rows[:, target] = logits.logsumexp(0) + torch.linspace(*SURE, 9, dtype=torch.float64)
+    p = rows.bfloat16().double().softmax(1)[:, target]
+    return rows[(p - p.bfloat16().double()).abs().argmax(), target]
 
 
 def draw(seed: int, hidden: bool) -> Tensors:
@@ -174,6 +182,14 @@ def recorded(case: int, accesses: Accesses, logits: Tensor, gradient: Tensor) ->
             "values": torch.from_numpy(np.concatenate(values).astype(np.float32))}
 
 
+def raced_tokens(accesses: Accesses, logits: Tensor, gradient: Tensor) -> list[int]:
+    """Tokens with a logit, or an element of the gradient, that raced."""
+    where = {0: places(logits)} | {GIVEN + number: places(gradient) for number, x in enumerate(accesses.made)
+                                   if address(x) == address(gradient)}
+    found = [int(where[tensor][element]) for tensor, element in accesses.raced if tensor in where]
+    return [place // logits.shape[1] for place in found if place >= 0]
+
+
 def run(inputs: Tensors) -> Tensors:
     """A transcript: what kernels loaded and stored, losses and gradients, and what was made and computed beside."""
     found: list[Tensors] = []
@@ -188,7 +204,8 @@ def run(inputs: Tensors) -> Tensors:
         inside = accesses.inside and guards_kept(x) and torch.equal(t, targets)
         found.append(recorded(number, accesses, x, gradient) | {
             "losses": loss.double().view(1), "gradients": gradient.flatten().float(),
-            "beside": torch.tensor([[address(gradient) == address(x), beside, accesses.largest, inside, accesses.raced,
+            "beside": torch.tensor([[address(gradient) == address(x), beside, accesses.largest, inside,
+                                     bool((targets[raced_tokens(accesses, x, gradient)] != ignored).any()),
                                      not accesses.used.isdisjoint({address(x), address(gradient)})]])})
     return {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
@@ -295,7 +312,7 @@ def counted(case: tuple[Tensor, Tensor, int, float, int], went: Replay, over: in
 
     over: whether the gradient is in the logits' memory. beside: numbers of all tensors that were made, without the gradient.
     largest: numbers of the largest one with which PyTorch computed. inside: whether all accesses were. raced: whether a
-    thread touched what another one of its program stored. used: whether PyTorch computed with the logits or the gradient.
+    logit of a kept token, or its gradient, did. used: whether PyTorch computed with the logits or the gradient.
     """
     logits, targets, ignored, _, block = case
     (T, V), kept = logits.shape, (targets != ignored).numpy()

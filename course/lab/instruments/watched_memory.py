@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from course.ops import triton_language
 
+LIFT = "lift_fresh"                                  # what `torch.tensor` calls
 NAN_OF_BFLOAT16 = 0x7FC0                             # the interpreter holds the bits of bfloat16 as integers
 
 
@@ -36,22 +37,6 @@ class Visit(NamedTuple):
         return int(self.elements.min())
 
 
-class Tile(NamedTuple):
-    """What a line of a kernel touched: elements of a tensor's memory, and for each one its place in the tile, so its thread."""
-
-    stored: bool
-    shape: tuple[int, ...]
-    elements: np.ndarray
-    places: np.ndarray
-
-    def races(self, other: "Tile") -> bool:
-        """Whether two threads may touch an element that one of them stores. In tiles of one shape, a place has one thread."""
-        if not (self.stored or other.stored):
-            return False
-        common, mine, others = np.intersect1d(self.elements, other.elements, return_indices=True)
-        return bool(common.size) and (self.shape != other.shape or not np.array_equal(self.places[mine], other.places[others]))
-
-
 @dataclass
 class Accesses:
     """What interpreted kernels have loaded and stored."""
@@ -59,7 +44,7 @@ class Accesses:
     loads: list[int]                                 # elements loaded from each watched tensor
     stores: list[int]                                # elements stored to each
     inside: bool = True                              # whether all stayed in watched tensors, not in memory between rows
-    raced: bool = False                              # whether a thread touched what another one of its program stored, unordered
+    raced: set[tuple[int, int]] = field(default_factory=set)    # tensor and element, touched by threads that did not wait
     programs: list[tuple[int, int, int]] = field(default_factory=list)      # all that ran, in order
     visits: list[Visit] = field(default_factory=list)                       # in order
     pytorch: list[str] = field(default_factory=list)                        # operators that PyTorch computed outside of kernels
@@ -76,7 +61,8 @@ class Accesses:
 class ComputedByPyTorch(TorchDispatchMode):
     """Note what PyTorch computes and makes. Views and empty tensors cost nothing and do not count as computed.
 
-    An empty tensor of floating-point numbers holds NaN: elsewhere it holds what was there before.
+    An empty tensor of floating-point numbers holds NaN: elsewhere it holds what was there before. `torch.tensor` calls
+    `lift_fresh`, which counts as a view in PyTorch. Here it makes a tensor, and is no operator.
     """
 
     def __init__(self, accesses: Accesses):
@@ -86,11 +72,13 @@ class ComputedByPyTorch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         result = func(*args, **(kwargs or {}))
-        if self.in_kernel or func.is_view:
+        if self.in_kernel or func.is_view and name != LIFT:
             return result
         taken, made = ([x for x in tree_iter(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
+        if name.startswith("new_") or name.endswith("_like") or name == LIFT:
+            taken = []                               # it reads a tensor's shape and format, and no number
         if "empty" not in name:
-            self.accesses.pytorch.append(name)
+            self.accesses.pytorch += [name] * (name != LIFT)
             self.accesses.largest = max([self.accesses.largest, *(x.numel() for x in (*taken, *made))])
             written = [x for x, argument in zip(args, func._schema.arguments, strict=False)
                        if argument.alias_info and argument.alias_info.is_write]
@@ -124,13 +112,16 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
 
     Kernels inside the block are interpreted, also on a machine with a GPU. A load from elsewhere is left out, as by a mask, and
     so is a store to elsewhere. Without this the interpreter would crash. An atomic addition and its kin count as stores. What a
-    load without `other` leaves out is NaN here, and undefined on a GPU. A program's threads wait for each other in reductions
-    such as `tl.sum` and in `tl.debug_barrier`. Raises `CourseError` where Triton is not installed.
+    load without `other` leaves out is NaN here, and undefined on a GPU. Raises `CourseError` where Triton is not installed.
+
+    A program's threads wait for each other in reductions such as `tl.sum`, in scans and in `tl.debug_barrier`. An element has
+    raced if in between one line stores it and another line touches it in a tile of another size, such as one number. In tiles of
+    one size the same thread may touch it, so they do not race here, and neither do atomic operations.
     """
     if not triton_language.INSTALLED:
         raise triton_language.missing("watching a kernel")
     from triton.language.semantic import TritonSemantic
-    from triton.runtime.interpreter import GridExecutor, ReduceOps, TensorHandle
+    from triton.runtime.interpreter import GridExecutor, ReduceScanOpInterface, TensorHandle
     from triton.runtime.interpreter import interpreter_builder as builder
 
     accesses = Accesses([0] * len(tensors), [0] * len(tensors))
@@ -140,8 +131,9 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
     change, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     launch, launches = GridExecutor.__call__, 0
     load_given, given = TritonSemantic.load, False   # given: inside a load with `other`, which the interpreter drops if it is 0
-    reduce = ReduceOps.apply_impl
-    touched: defaultdict[int, list[Tile]] = defaultdict(list)      # of each tensor, since the threads have waited for each other
+    reduce = ReduceScanOpInterface.apply
+    # of each tensor and size of tile: whether it was stored and its elements, since the threads have waited for each other
+    touched: defaultdict[tuple[int, int], list[tuple[bool, np.ndarray]]] = defaultdict(list)
     known, own = [*tensors], list(map(own_elements, tensors))
 
     def owned(pointers: Any, mask: Any) -> list[np.ndarray]:
@@ -159,7 +151,13 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
         mask.data = within
         return found
 
-    def visit(pointers: Any, values: Any, found: list[np.ndarray], counts: list[int], stored: bool) -> None:
+    def touch(tensor: int, size: int, elements: np.ndarray, stored: bool) -> None:
+        tiles = [tile for (where, width), tiles in touched.items() if where == tensor and width != size for tile in tiles]
+        for before in (before for was_stored, before in tiles if stored or was_stored):
+            accesses.raced |= {(tensor, element) for element in np.intersect1d(elements, before).tolist()}
+        touched[tensor, size].append((stored, elements))
+
+    def visit(pointers: Any, values: Any, found: list[np.ndarray], counts: list[int], stored: bool, atomic: bool = False) -> None:
         for i, ours in enumerate(found):
             counts[i] += int(ours.sum())
             if ours.any():
@@ -168,9 +166,8 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
                 accesses.inside &= bool(own[i][elements].all())
                 accesses.visits.append(Visit(builder.grid_idx, i, elements, stored, not whole, launches,
                                              np.broadcast_to(values.data, ours.shape)[ours]))
-                tile = Tile(stored, ours.shape, elements, np.flatnonzero(ours))
-                accesses.raced |= any(map(tile.races, touched[i]))
-                touched[i].append(tile)
+                if not atomic:
+                    touch(i, ours.size, elements, stored)
 
     def watched_load(pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         found = owned(pointers, mask)
@@ -198,12 +195,12 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
         return store(pointers, value, mask, *others)
 
     def watched_change(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        visit(pointers, value, owned(pointers, mask), accesses.stores, True)
+        visit(pointers, value, owned(pointers, mask), accesses.stores, True, atomic=True)
         return change(operation, pointers, value, mask, *others)
 
     def watched_swap(pointers: Any, wanted: Any, value: Any, *others: Any) -> Any:
         mask = TensorHandle(np.ones(pointers.data.shape, dtype=bool), wanted.dtype)
-        visit(pointers, value, owned(pointers, mask), accesses.stores, True)
+        visit(pointers, value, owned(pointers, mask), accesses.stores, True, atomic=True)
         return swap(pointers, wanted, value, *others) if mask.data.all() else wanted
 
     def watched_reduce(self: Any, numbers: Any) -> Any:
@@ -226,11 +223,11 @@ def watched(*tensors: Tensor, made: bool = False) -> Iterator[Accesses]:
     builder.create_load, builder.create_masked_load, builder.create_masked_store = watched_load_all, watched_load, watched_store
     builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_barrier = watched_change, watched_swap, touched.clear
     builder.set_grid_idx, GridExecutor.__call__ = watched_start, watched_launch
-    TritonSemantic.load, ReduceOps.apply_impl = watched_load_given, watched_reduce
+    TritonSemantic.load, ReduceScanOpInterface.apply = watched_load_given, watched_reduce
     try:
         with triton_language.interpreted(), mode:
             yield accesses
     finally:
         del builder.create_load, builder.create_masked_load, builder.create_masked_store
         del builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_barrier, builder.set_grid_idx
-        GridExecutor.__call__, TritonSemantic.load, ReduceOps.apply_impl = launch, load_given, reduce
+        GridExecutor.__call__, TritonSemantic.load, ReduceScanOpInterface.apply = launch, load_given, reduce

@@ -199,6 +199,7 @@ def changed(old: str, new: str, source: str = "") -> str:
 
 def times_kept(source: str = "") -> str:
     """The loss of an ignored token is made 0 by a product: what a mask leaves out is 0, as asked for, and not NaN."""
+    source = changed("mask=kept, other=0.0", "mask=kept, other=0", source)
     return changed("tl.where(kept, top - wanted + tl.log(total), 0.0)", "kept * (top - wanted + tl.log(total))", source)
 
 
@@ -210,7 +211,50 @@ ALONE = changed(" - tl.where(at == target, 1.0, 0.0)", "").replace("\n\n\ndef cr
 
 def cross_entropy(''')
 """The target's element is stored alone, after all threads have stored theirs."""
-RIGHT = {"cross-entropy": [SPLIT, TWO_TOKENS, times_kept(), ALONE]}
+FOUR_TOKENS = IMPORTS + '''
+@triton.jit
+def cross_entropy_kernel(logits, targets, loss, kept, T, V, row, ignored, scale, BLOCK: tl.constexpr):
+    """A program for four tokens, one after another; it adds their losses to one number."""
+    column = tl.arange(0, BLOCK)
+    count = tl.maximum(tl.load(kept), 1)
+    for token in range(4 * tl.program_id(0), tl.minimum(4 * tl.program_id(0) + 4, T)):
+        target = tl.load(targets + token)
+        x = logits + token * row
+        if target == ignored:
+            for start in range(0, V, BLOCK):
+                tl.store(x + start + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=start + column < V)
+        else:
+            wanted = tl.load(x + target).to(tl.float32)
+            top, total = -1e38, 0.0
+            for start in range(0, V, BLOCK):
+                tile = tl.load(x + start + column, mask=start + column < V, other=-float("inf")).to(tl.float32)
+                new = tl.maximum(top, tl.max(tile, 0))
+                total = total * tl.exp(top - new) + tl.sum(tl.exp(tile - new), 0)
+                top = new
+            log = top + tl.log(total)
+            tl.atomic_add(loss, (log - wanted) / count)
+            for start in range(0, V, BLOCK):
+                tile = tl.load(x + start + column, mask=start + column < V, other=-float("inf")).to(tl.float32)
+                back = (tl.exp(tile - log) - (start + column == target)) * scale / count
+                tl.store(x + start + column, back.to(logits.dtype.element_ty), mask=start + column < V)
+
+
+def cross_entropy(logits, targets, ignored, scale, block):
+    (T, V), loss = logits.shape, logits.new_zeros((), dtype=torch.float32)
+    cross_entropy_kernel[(triton.cdiv(T, 4),)](logits, targets, loss, (targets != ignored).sum(), T, V, logits.stride(0),
+                                               ignored, scale, block)
+    return loss, logits
+'''
+CLAMPED = changed("logits + target, mask=kept, other=0.0)", "logits + tl.where(kept, target, 0))")
+"""An ignored token reads a logit that it does not use, and no sum lies between that and its zeros."""
+MADE = changed("scale / kept, V", "torch.tensor([scale / kept.item()], device=logits.device), V")
+"""The factor is in a tensor that PyTorch makes of a number."""
+LATE_TARGETS = changed("    loss = top", """    place = logits + token * row + target
+    wanted = tl.load(place, mask=target != ignored, other=0.0).to(tl.float32)
+    loss = top""", TWO_TOKENS.replace("        wanted += tl.sum(tl.where((at == target[:, None]) & used, x, 0.0), 1)\n", ""))
+"""The logits of two targets, after the last sum."""
+RIGHT = {"cross-entropy": [SPLIT, TWO_TOKENS, FOUR_TOKENS, times_kept(), ALONE, MADE]}
+SCORED.append(("cross-entropy", CLAMPED, ("correct", "two reads", "in place"), "end its loops"))
 LAST_ADDS = changed("    top, total = tl.full(", '''    if token == tl.num_programs(0) - 1:
         sums = 0.0
         for other in range(0, token):
@@ -459,7 +503,8 @@ WRONG = [
     ("cross-entropy", changed("mask=kept, other=0.0)", "mask=kept & (target < 0), other=0.0)").replace(
         "        top = new", "        wanted += tl.sum(x * (start + column == target), 0)\n        top = new"),
      "choose with tl.where"),
-    ("cross-entropy", ALONE.replace("    tl.debug_barrier()\n", ""), "do not wait for each other"),
+    ("cross-entropy", ALONE.replace("    tl.debug_barrier()\n", ""), "only in sums, maxima and tl.debug_barrier()"),
+    ("cross-entropy", LATE_TARGETS, "only in sums, maxima and tl.debug_barrier()"),
     ("cross-entropy", changed("ignored,\n                               block)", "ignored,\n"
                               "                               1 << V.bit_length())"), "let each program loop"),
 ]
