@@ -73,9 +73,9 @@ def test_a_gradient_needs_all_logits_of_its_token(blocks, early):
     assert went.early.tolist() == [early] and went.real and went.loads.tolist() == went.stores.tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), 22, 41, 96, 171])
 def test_a_softmax_that_is_rounded_to_bf16_is_seen(seed):
-    """Whatever the probabilities: by chance they could lie near numbers of bf16."""
+    """By chance a probability could lie near a number of bf16: with the last seeds, where odds are e^3.5."""
     cases = [case for case in task.unpacked(task.draw(seed, True)) if case[0].dtype == torch.bfloat16]
     assert len(cases) == 2
     for case in cases:

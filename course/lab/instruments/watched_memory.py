@@ -72,7 +72,7 @@ class ComputedByPyTorch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         result = func(*args, **(kwargs or {}))
-        if self.in_kernel or func.is_view and name != LIFT:
+        if self.in_kernel or (func.is_view and name != LIFT):
             return result
         taken, made = ([x for x in tree_iter(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
         if name.startswith("new_") or name.endswith("_like") or name == LIFT:
