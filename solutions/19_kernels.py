@@ -160,8 +160,10 @@ print("x.T:", x.T.stride(), "contiguous" if x.T.is_contiguous() else "not contig
 # - The grid is a tuple: `kernel[(9,)](...)`, `kernel[(rows, columns)](...)`.
 # - A kernel knows its arguments, but no variables of the notebook. Compute constants inside, such as `math.sqrt(2 /
 #   math.pi)`.
-# - There is no `**`: write `z * z * z`. `tl.exp`, `tl.exp2`, `tl.log2`, `tl.sqrt`, `tl.rsqrt`, `tl.maximum(a, b)` and
-#   `tl.where(mask, a, b)` work element by element. `tl.sum(x, 1)` and `tl.max(x, 1)` go along a dim.
+# - There is no `**`: write `z * z * z`. `tl.exp`, `tl.exp2`, `tl.log`, `tl.log2`, `tl.sqrt`, `tl.rsqrt`, `tl.maximum(a, b)`
+#   and `tl.where(mask, a, b)` work element by element. `tl.sum(x, 1)` and `tl.max(x, 1)` go along a dim.
+# - `tl.program_id(0)` has 32 bits, and so has what you compute from it. For tensors beyond 2³¹ elements, begin with
+#   `tl.program_id(0).to(tl.int64)`, as our answers do.
 # - `tl.zeros` and `tl.full` make tiles, `x.to(tl.float32)` casts, `x.T` transposes.
 # - What a masked load leaves out has no defined value, unless you give one: `tl.load(pointers, mask=inside, other=0.0)`.
 #   Here it is NaN, so that you notice if you use it.
@@ -1090,15 +1092,19 @@ lab.beside("bytes beside the logits", my_multiple, meter.peak / logits.nbytes,
 #
 # - `cross_entropy(logits, targets, ignored, scale, block)` returns the mean loss, and the gradient of `scale` times that loss
 #   for the logits. The loss has the shape () and float32. The gradient has the shape and the format of the logits.
-# - `logits` (T, V) are float32 or bf16. Columns are adjacent in memory, rows need not follow each other. You may overwrite
-#   them. Logits may be large or -inf, also a whole block of them, but not at the target of a token that counts.
-# - A token whose target is `ignored` does not count: its loss and its gradient are 0, and the mean is over the other tokens.
-#   `ignored` may be any number, also that of a word. If no token counts, the loss is 0.
+# - `logits` (T, V) are float32 or bf16. V may be less than `block`, or no multiple of it. Columns are adjacent in memory, rows
+#   need not follow each other. You may overwrite them. Logits may be above 10,000, below −10,000, or -inf. A whole block may
+#   be -inf, but not the target of a token that counts.
+# - `targets` (T,) are int64, from 0 to V − 1, or `ignored`. A token whose target is `ignored` does not count: its loss and its
+#   gradient are 0, whatever its logits, and the mean is over the other tokens. `ignored` may be any number, also that of a
+#   word. If no token counts, the loss is 0.
 # - Write `cross_entropy_kernel`, with arguments of your choice, and more kernels if you like. Sums are float32. No load or
 #   store touches more than `block` numbers, a power of two. A program handles at most four tokens, and a call has at most
 #   eight launches. No program reads what another one of the same launch writes.
-# - PyTorch may count targets and add up losses: it computes with at most 4 numbers of each token. Besides the gradient you
-#   may make tensors with half as many numbers as there are logits.
+# - The threads of one program wait for each other only in sums, maxima and `tl.debug_barrier()`. So one of these lies between
+#   two lines that touch the same number, if one of them stores it. A tile that you load and store in its place needs none.
+# - PyTorch may count targets and add up losses: it computes with at most 4 numbers of each token, and with no logit. Besides
+#   the gradient you may make tensors with half as many numbers as there are logits.
 #
 # **Levels.** The check has six cases or more, with 1 to 5 blocks. Each level counts by itself, once the first is reached:
 #

@@ -99,6 +99,108 @@ def test_loads_with_a_mask_are_counted_and_the_rest_is_no_number(dtype):
     assert torch.equal(y[:6], x[:6]) and y[6:].isnan().tolist() == [dtype.is_floating_point] * 2
 
 
+@triton.jit
+def one_number_kernel(x, y, n, other):
+    """y = x[n] if there is such an element, else `other`; y[1] = 0 in its place."""
+    tl.store(y, tl.load(x + n, mask=n >= 0, other=other))
+    tl.store(y + 1, tl.load(x + n, mask=n >= 0, other=0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n,found", [(-5, [0, 0]), (2, [3, 3])])
+def test_one_number_that_a_mask_leaves_out_can_be_zero(dtype, n, found):
+    """The interpreter takes an `other` of one number that is 0 for none."""
+    x, y = torch.arange(1, 5).to(dtype), torch.ones(2, dtype=dtype)
+    with watched(x, y) as accesses:
+        one_number_kernel[(1,)](x, y, n, 0.0)
+    assert y.tolist() == found and accesses.inside
+
+
+@triton.jit
+def first_kernel(x, y, loads: tl.constexpr, wait: tl.constexpr, BLOCK: tl.constexpr):
+    """Load or store one number, then store a tile that holds it; the threads wait in between, if they do, at `wait`."""
+    tile = tl.load(y + tl.arange(0, BLOCK))
+    if loads:
+        tl.store(y, tl.load(x + 1))
+    else:
+        tl.store(x + 1, 5.0)
+    if wait == "barrier":
+        tl.debug_barrier()
+    if wait == "sum":
+        tile = tile * tl.sum(tile, 0)
+    if wait == "maximum":
+        tile = tile * tl.max(tile, 0)
+    if wait == "scan":
+        tile = tl.cumsum(tile, 0)
+    tl.store(x + tl.arange(0, BLOCK), tile)
+
+
+@pytest.mark.parametrize("wait", ["", "barrier", "sum", "maximum", "scan"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_one_number_and_a_tile_race_unless_threads_wait(loads, wait):
+    x, y = torch.ones(4), torch.ones(4)
+    with watched(x, y) as accesses:
+        for _ in range(2):                           # a launch begins after the one before it
+            first_kernel[(2,)](x, y, loads, wait, 4)
+    assert {found for found in accesses.raced if found[0] == 0} == (set() if wait else {(0, 1)})
+
+
+@triton.jit
+def in_place_kernel(x, total, BLOCK: tl.constexpr):
+    """Double a row of two tiles in place, which needs no waiting, and add up its numbers."""
+    for start in range(0, 2 * BLOCK, BLOCK):
+        tile = tl.load(x + start + tl.arange(0, BLOCK))
+        tl.atomic_add(total + tl.arange(0, BLOCK) * 0, tile)
+        tl.store(x + start + tl.arange(0, BLOCK), 2 * tile)
+    tl.atomic_add(total, 1.0)
+
+
+def test_tiles_in_their_place_and_atomic_additions_do_not_race():
+    x, total = torch.arange(8.0), torch.zeros(1)
+    with watched(x, total) as accesses:
+        in_place_kernel[(1,)](x, total, 4)
+    assert not accesses.raced and torch.equal(x, 2 * torch.arange(8.0)) and total.item() == 29
+
+
+@triton.jit
+def copy_kernel(x, y, n, BLOCK: tl.constexpr):
+    """Copy an element at a time."""
+    for at in range(n):
+        tl.store(y + at, tl.load(x + at))
+
+
+def test_programs_and_launches_are_no_threads_of_each_other():
+    x, y = torch.arange(4.0), torch.zeros(4)
+    with watched(x, y) as accesses:
+        copy_kernel[(1,)](x, y, 4, 4)
+        add_one_kernel[(1,)](y, x, 4, 0, 4)
+    assert not accesses.raced
+
+
+def test_a_new_tensor_takes_a_shape_and_no_numbers_of_another():
+    x = torch.arange(6.0)
+    with watched(x) as accesses:
+        x.new_zeros(2), x.new_full((3,), 1.0), torch.ones_like(x[:1])
+    assert accesses.largest == 3 and not accesses.used and len(accesses.made) == 3
+    with watched(x) as accesses:
+        x[2:4].sum()
+    assert accesses.used == {x.data_ptr()} and accesses.largest == 2
+
+
+def test_kernels_may_use_a_tensor_made_of_given_numbers():
+    y = torch.zeros(4)
+    with watched(y, made=True) as accesses:
+        add_one_kernel[(1,)](torch.tensor([1.0, 2.0, 3.0]), y, 3, 0, 4)
+    assert accesses.inside and y.tolist() == [2, 3, 4, 0] and accesses.largest == 3 and not accesses.pytorch
+    assert accesses.computed == {accesses.made[0].data_ptr()}
+
+
+def test_an_empty_tensor_holds_no_number():
+    with watched():
+        made = torch.empty(3), torch.empty_like(torch.zeros(2, dtype=torch.bfloat16)), torch.zeros(1).new_empty(2, 2)
+    assert all(x.isnan().all() for x in made)
+
+
 def test_kernels_run_as_before_after_watching():
     x, y = torch.arange(10.0), torch.zeros(10)
     with watched(x):
@@ -149,8 +251,17 @@ def count_kernel(total):
     tl.atomic_add(total, 1.0)
 
 
-def test_an_atomic_addition_counts_as_a_store():
-    total = torch.zeros(1)
-    with watched(total) as accesses:
+@triton.jit
+def swap_kernel(x, place):
+    tl.atomic_cas(x + place, 0, 5)
+
+
+def test_an_atomic_operation_counts_as_a_store():
+    total, x = torch.zeros(1), torch.zeros(4, dtype=torch.int32)
+    with watched(total, x) as accesses:
         count_kernel[(3,)](total)
-    assert accesses.stores == [3] and accesses.loads == [0] and total.item() == 3
+        swap_kernel[(1,)](x, 2)
+    assert accesses.stores == [3, 1] and accesses.loads == [0, 0] and total.item() == 3 and x.tolist() == [0, 0, 5, 0]
+    with watched(x) as accesses:
+        swap_kernel[(1,)](x, 10**6)
+    assert not accesses.inside and accesses.stores == [0]

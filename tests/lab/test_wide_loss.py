@@ -63,6 +63,32 @@ def test_a_transcript_of_another_kind_is_refused(forged):
         task.weigh(inputs, task.run(inputs) | forged)
 
 
+@pytest.mark.parametrize("blocks,early", [(((0, 1), (0, 1)), False), (((0,), (0,), (1,), (1,)), True)])
+def test_a_gradient_needs_all_logits_of_its_token(blocks, early):
+    """Loads and stores take turns: of the whole row, or of one logit after another."""
+    logits, gradient = torch.zeros(1, 2), np.zeros(2, np.float32)
+    events = np.array([[0, 1, 0, 0, turn % 2, len(block)] for turn, block in enumerate(blocks)])
+    places = np.array([place for block in blocks for place in block])
+    went = task.replay(logits, events, set(), places, np.zeros(4, np.float32), gradient, True)
+    assert went.early.tolist() == [early] and went.real and went.loads.tolist() == went.stores.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("seed", [*range(5), 22, 41, 96, 171])
+def test_a_softmax_that_is_rounded_to_bf16_is_seen(seed):
+    """By chance a probability could lie near a number of bf16: with the last seeds, where odds are e^3.5."""
+    cases = [case for case in task.unpacked(task.draw(seed, True)) if case[0].dtype == torch.bfloat16]
+    assert len(cases) == 2
+    for case in cases:
+        logits, targets, ignored, scale, _ = case
+        loss, once = task.reference(logits, targets, ignored, scale)
+        kept = targets != ignored
+        target = torch.zeros_like(once)
+        target[kept, targets[kept]] = 1
+        twice = (logits.double().softmax(1).bfloat16().double() - target) * kept[:, None] * scale / kept.sum()
+        found = [task.judged(case, loss, gradient.bfloat16().flatten())["gradient"] for gradient in (once, twice)]
+        assert found[0] == 1 != found[1]
+
+
 def test_programs_that_read_what_others_write_are_found():
     """Two programs of a launch; and of two launches, one after another."""
     logits, values, gradient = torch.zeros(1, 2), np.zeros(4, np.float32), np.zeros(2, np.float32)

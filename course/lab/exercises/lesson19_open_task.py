@@ -82,14 +82,15 @@ VISIBLE = (Case(5, 149, 32, torch.float32, -100, 1.0), Case(5, 40, 64, torch.flo
            Case(3, 70, 32, torch.float32, -1, 0.25, "masked"), Case(3, 70, 32, torch.float32, -100, 1.0, "none"))
 HIDDEN = (*VISIBLE, Case(5, 67, 16, torch.bfloat16, 7, 5.0), Case(6, 97, 64, torch.float32, 3, 0.5))
 LARGE = 1e4
+SURE = (3.0, 4.0)                                    # log of the odds of a target, about: probabilities of 0.95 and 0.98
 
 
 def draw_case(generator: torch.Generator, case: Case) -> tuple[Tensor, Tensor]:
     """Logits that rise from block to block for some tokens and fall for others, and targets in several blocks, some ignored.
 
     kind large: the logits of tokens 0 and 1 are times 10,000, with the largest in the first and in the last block, and those of 2
-    and 3 are moved up and down by as much. masked: those of token 0 are -inf in the first block, and those of 1 in the last one.
-    none: no token is kept.
+    and 3 are moved up and down by as much or more. masked: those of token 0 are -inf in the first block, those of 1 in the last
+    one, and all of an ignored token. none: no token is kept. In bf16, a token that is kept is almost sure of its target.
     """
     T, V, block = case.tokens, case.words, case.block
     slope, place = torch.linspace(-3, 3, T, dtype=torch.float64), torch.linspace(-1, 1, V, dtype=torch.float64)
@@ -101,14 +102,26 @@ def draw_case(generator: torch.Generator, case: Case) -> tuple[Tensor, Tensor]:
         logits[0, 1] = logits[1, -1] = logits.max() + 1
         targets[:2] = torch.tensor([1, V - 1])
         logits[:2] *= LARGE
-        logits[2:4] += torch.tensor([[LARGE], [-LARGE]])
+        logits[2:4] += torch.tensor([[LARGE], [-1.5 * LARGE]])
     elif case.kind == "masked":
         last = (V - 1) // block * block
         logits[0, :block], logits[1, last:] = -torch.inf, -torch.inf
         targets[:2] = torch.randint(block, last, (2,), generator=generator)
+        logits[ignored] = -torch.inf
     targets[targets == case.ignored] += 1
     targets[ignored if case.kind != "none" else slice(None)] = case.ignored
+    if case.dtype == torch.bfloat16:
+        sure = int((targets != case.ignored).nonzero()[0])
+        logits[sure, targets[sure]] = sure_logit(logits[sure], int(targets[sure]))
     return logits.to(case.dtype), targets
+
+
+def sure_logit(logits: Tensor, target: int) -> Tensor:
+    """A logit in bf16 for the target that makes a token almost sure of it, so that bf16 rounds its probability by much."""
+    rows = logits.repeat(9, 1)
+    rows[:, target] = logits.logsumexp(0) + torch.linspace(*SURE, 9, dtype=torch.float64)
+    p = rows.bfloat16().double().softmax(1)[:, target]
+    return rows[(p - p.bfloat16().double()).abs().argmax(), target]
 
 
 def draw(seed: int, hidden: bool) -> Tensors:
@@ -169,6 +182,14 @@ def recorded(case: int, accesses: Accesses, logits: Tensor, gradient: Tensor) ->
             "values": torch.from_numpy(np.concatenate(values).astype(np.float32))}
 
 
+def raced_tokens(accesses: Accesses, logits: Tensor, gradient: Tensor) -> list[int]:
+    """Tokens with a logit, or an element of the gradient, that raced."""
+    where = {0: places(logits)} | {GIVEN + number: places(gradient) for number, x in enumerate(accesses.made)
+                                   if address(x) == address(gradient)}
+    found = [int(where[tensor][element]) for tensor, element in accesses.raced if tensor in where]
+    return [place // logits.shape[1] for place in found if place >= 0]
+
+
 def run(inputs: Tensors) -> Tensors:
     """A transcript: what kernels loaded and stored, losses and gradients, and what was made and computed beside."""
     found: list[Tensors] = []
@@ -183,7 +204,9 @@ def run(inputs: Tensors) -> Tensors:
         inside = accesses.inside and guards_kept(x) and torch.equal(t, targets)
         found.append(recorded(number, accesses, x, gradient) | {
             "losses": loss.double().view(1), "gradients": gradient.flatten().float(),
-            "beside": torch.tensor([[address(gradient) == address(x), beside, accesses.largest, inside]])})
+            "beside": torch.tensor([[address(gradient) == address(x), beside, accesses.largest, inside,
+                                     bool((targets[raced_tokens(accesses, x, gradient)] != ignored).any()),
+                                     not accesses.used.isdisjoint({address(x), address(gradient)})]])})
     return {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
 
@@ -215,6 +238,7 @@ class Replay:
 
     loads: np.ndarray                                # (T, V)
     stores: np.ndarray                               # (T, V)
+    early: np.ndarray                                # (T,): whether its gradient was stored before all its logits were loaded
     real: bool                                       # each load found what was there, and the gradient is what kernels stored
     largest: int                                     # numbers of one load or store
     tokens: int                                      # of a program
@@ -232,9 +256,10 @@ def replay(logits: Tensor, events: np.ndarray, own: set[int], places: np.ndarray
     memory = {room: np.full(places.max(initial=0) + 1, np.nan, np.float32) for room in own}
     memory |= {LOGITS: logits.float().numpy().flatten(), GRADIENT: np.full(size, np.nan, np.float32)}
     loads, stores, real, begin = np.zeros(size), np.zeros(size), True, 0
+    loaded, final = np.full(size, np.inf), np.full(size, -np.inf)       # which event was a logit's first load, or its last store
     tokens: dict[tuple[int, int], set[int]] = {}
     users: dict[tuple[int, int, int], tuple[set[int], set[int]]] = {}
-    for _, launch, program, room, stored, count in events.tolist():
+    for moment, (_, launch, program, room, stored, count) in enumerate(events.tolist()):
         at, found, begin = places[begin:begin + count], values[begin:begin + count], begin + count
         for place in at.tolist():
             users.setdefault((launch, room, place), (set(), set()))[stored].add(program)
@@ -244,13 +269,18 @@ def replay(logits: Tensor, events: np.ndarray, own: set[int], places: np.ndarray
             at, found = at[at >= 0], found[at >= 0]  # others lie between rows, which a claim of its own forbids
             tokens.setdefault((launch, program), set()).update((at // logits.shape[1]).tolist())
             (stores if stored else loads)[at] += stored == 0 or room == home
+            if stored and room == home:
+                final[at] = moment
+            elif room == LOGITS and not stored:
+                loaded[at] = np.minimum(loaded[at], moment)
         if stored and room in memory:
             memory[room][at] = found
         elif room in memory:
             real &= np.array_equal(memory[room][at], found, equal_nan=True)
     real &= bool(stores.all()) and np.array_equal(memory[home], gradient, equal_nan=True)
     apart = not any(readers and writers and len(readers | writers) > 1 for readers, writers in users.values())
-    return Replay(loads.reshape(logits.shape), stores.reshape(logits.shape), real, int(events[:, 5].max(initial=0)),
+    early = final.reshape(logits.shape).min(1) < loaded.reshape(logits.shape).max(1)
+    return Replay(loads.reshape(logits.shape), stores.reshape(logits.shape), early, real, int(events[:, 5].max(initial=0)),
                   max(map(len, tokens.values()), default=0), len(set(events[:, 1].tolist())), apart)
 
 
@@ -276,31 +306,39 @@ def weigh(inputs: Tensors, transcript: Tensors) -> Tensors:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
-def counted(case: tuple[Tensor, Tensor, int, float, int], went: Replay, over: int, beside: int, largest: int,
-            inside: int) -> dict[str, float]:
+def counted(case: tuple[Tensor, Tensor, int, float, int], went: Replay, over: int, beside: int, largest: int, inside: int,
+            raced: int, used: int) -> dict[str, float]:
     """What a case's kernels and PyTorch did: 1.0 for each claim that holds. reads: else the reads of each logit.
 
     over: whether the gradient is in the logits' memory. beside: numbers of all tensors that were made, without the gradient.
-    largest: numbers of the largest one with which PyTorch computed. inside: whether all accesses were.
+    largest: numbers of the largest one with which PyTorch computed. inside: whether all accesses were. raced: whether a
+    logit of a kept token, or its gradient, did. used: whether PyTorch computed with the logits or the gradient.
     """
     logits, targets, ignored, _, block = case
     (T, V), kept = logits.shape, (targets != ignored).numpy()
     reads = went.loads.sum(1).max() / V
     once = reads <= 2 + 2 / V and went.stores.sum(1).max() <= V + 1     # the target's logit may be read and stored alone
-    return {"stored": went.real and bool((went.loads[kept] > 0).all()), "block": went.largest <= block,
-            "spread": went.tokens <= MANY and went.launches <= LAUNCHES, "apart": went.apart, "alone": largest <= MANY * T,
-            "beside": 2 * beside <= T * V, "guards": inside, "reads": 1.0 if once else max(round(reads), 2), "over": over,
-            "skipped": not went.loads[~kept].any()}
+    return {"stored": went.real and bool((went.loads[kept] > 0).all()) and not went.early[kept].any(),
+            "block": went.largest <= block, "spread": went.tokens <= MANY and went.launches <= LAUNCHES, "apart": went.apart,
+            "threads": not raced, "alone": largest <= MANY * T and not used, "beside": 2 * beside <= T * V, "guards": inside,
+            "reads": 1.0 if once else max(round(reads), 2), "over": over, "skipped": not went.loads[~kept].any()}
 
 
 def judged(case: tuple[Tensor, Tensor, int, float, int], loss: float, gradient: Tensor) -> dict[str, float]:
-    """How near the gradient is to the one wanted, and whether the loss has the digits of sums in float32."""
+    """How near the gradient is to the one wanted, and whether the loss has the digits of sums in float32.
+
+    In bf16 the gradient of each token has to be near. Where a token is sure of its target, softmax - 1 is small, and a softmax
+    that has been rounded before leaves it few digits.
+    """
     logits, targets, ignored, scale, _ = case
     wanted_loss, wanted = reference(logits, targets, ignored, scale)
     large = bool(logits[logits.isfinite()].abs().max() > LARGE / 2)
     fine = 1e-3 if large else 1e-5
     error = abs(loss - wanted_loss) / max(abs(wanted_loss), 1.0)
-    return {"gradient": distance(gradient.double().view_as(wanted), wanted, 0.004 if logits.dtype == torch.bfloat16 else fine),
+    half = logits.dtype == torch.bfloat16
+    parts = zip(*(x.split(1 if half else len(logits)) for x in (gradient.double().view_as(wanted), wanted)), strict=True)
+    near = [distance(mine, right, 0.005 if half else fine) for mine, right in parts]
+    return {"gradient": next((value for value in near if value != 1), 1.0),
             "digits": not fine < error < 0.03}
 
 
@@ -316,22 +354,27 @@ def asked(inputs: Tensors) -> list[str]:
 
 
 EXPLANATIONS = {
-    "guards": "a mask is missing, or a step between rows is wrong: rows lie logits.stride(0) elements apart. An ignored target "
-              "can be -100, and logits + target then lies before the row. The targets stay as they are",
+    "guards": "a mask is missing, or a step between rows is wrong: rows of logits lie logits.stride(0) elements apart, and those "
+              "of a gradient with memory of its own gradient.stride(0). An ignored target can be -100, and logits + target then "
+              "lies before the row. The targets stay as they are",
     "block": "the vocabulary is wider than a block: let each program loop over blocks, `for start in range(0, V, BLOCK)`",
-    "alone": "PyTorch may count targets and add up losses, 4 numbers of a token at most. What has a number for each logit, "
-             "kernels compute and store: also zeros and casts",
+    "alone": "PyTorch may count targets and add up losses, 4 numbers of a token at most. What it has to do with logits or their "
+             "gradient, kernels compute and store: also zeros and casts",
     "beside": "you make more tensors than the task needs. Besides the gradient, a few numbers of each token are enough",
-    "stored": "kernels load each logit of a kept token, and store each element of the gradient that you return. One is left out, "
-              "or it is not a kernel that stored it",
+    "stored": "kernels load all logits of a kept token, and then store each element of the gradient that you return. One is left "
+              "out, or it is not a kernel that stored it",
     "spread": "launch one program for each token, all in one launch: a program for many tokens leaves most of the GPU idle, and "
               "many launches keep the host busy",
     "apart": "one program reads what another one of the same launch writes. On a GPU they run at the same time, in any order: "
              "launch a second kernel, or add up with PyTorch",
-    "loss": "take the case that is named, and compare with F.cross_entropy, token by token: is it one without a kept token, one "
-            "with large logits, one whose ignored target is a word?",
-    "gradient": "scale / kept * (softmax - 1 at the target), and 0 for an ignored token. Take the case that is named, and "
-                "compare with autograd, token by token",
+    "threads": "threads of a program wait for each other only in sums, maxima and tl.debug_barrier(). Two lines touch the same "
+               "number, one of them stores it, and none of these lies between: read the target's logit before the first loop, "
+               "and store the gradient of a block at once",
+    "loss": "take the case that is named, and compare with F.cross_entropy, token by token: is it one of several blocks, one "
+            "without a kept token, one with large logits, one whose ignored target is a word? Where a logit is -inf, a product "
+            "with 0 is NaN: choose with tl.where",
+    "gradient": "scale / kept * (softmax - 1 at the target), and 0 for an ignored token, by tl.where: 0 times NaN is NaN. If the "
+                "case is in bf16, round once, when you store. Compare with autograd, token by token",
     "digits": "the loss loses digits: add up in float32, whatever the logits' format, and cast only what you store",
     "reads": "each logit can be read twice: once for maximum and sum together, once for the gradient. A new maximum rescales the "
              "sum so far, as in the exercise on online softmax",
@@ -356,14 +399,15 @@ EXERCISES = [
         "block": "no load or store touches more than `block` numbers",
         "spread": f"there are at most {LAUNCHES} launches, and no program handles more than {MANY} tokens",
         "apart": "no program reads what another one of the same launch writes",
-        "alone": f"PyTorch computes with at most {MANY} numbers of each token",
+        "threads": "threads of a program wait for each other before one stores what another reads or stores",
+        "alone": f"PyTorch computes with at most {MANY} numbers of each token, and with none of its logits",
         "beside": "besides the gradient you make at most half as many numbers as there are logits",
         "guards": "nothing is read or written outside of the tensors",
         "reads": "each logit is read at most twice, and each element of the gradient is stored once",
         "over": "the gradient overwrites the logits",
         "skipped": "no logit of an ignored token is read"},
         flags={"gradient": "it is another", "digits": "some are lost", "stored": "not all, or something else",
-               "block": "one is wider", "spread": "there are more, or one does", "apart": "one does",
+               "block": "one is wider", "spread": "there are more, or one does", "apart": "one does", "threads": "they do not",
                "alone": "it computes with more", "beside": "you make more", "guards": "something is, or memory has changed",
                "reads": "some more often", "over": "it has memory of its own", "skipped": "some are read"},
         levels={"reads": "two reads", "over": "in place", "skipped": "ignored tokens unread"}, cases=asked, weigh=weigh,
@@ -376,7 +420,7 @@ EXERCISES = [
                 "The first two loops become one: keep a maximum and a sum, and multiply the sum by exp(old - new maximum) at "
                 "each block. Begin with a finite maximum, such as -1e38: a first block of -inf would give exp(-inf + inf), NaN.",
                 "Read the target's logit before the first loop, since the gradient overwrites it: threads of a program wait for "
-                "each other only in sums. For an ignored token let the loops that read end at 0 in place of V, and choose zeros "
-                "with tl.where before you store."),
+                "each other only in sums and maxima. For an ignored token let the loops that read end at 0 in place of V, and "
+                "choose zeros with tl.where before you store."),
         limits=Limits(seconds=120)),
 ]

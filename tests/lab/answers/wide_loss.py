@@ -179,13 +179,13 @@ def cross_entropy(logits, targets, ignored, scale, block):
     return losses.sum(), logits
 '''
 
-RIGHT = {"cross-entropy": [SPLIT, TWO_TOKENS]}
 SCORED = [
     ("cross-entropy", THREE_LOOPS, ("correct",), "each logit can be read twice"),
     ("cross-entropy", LANES, ("correct", "two reads"), "store the gradient there"),
     ("cross-entropy", SPLIT.replace("mask=(at < V) & (target != ignored), other", "mask=at < V, other"),
      ("correct", "two reads", "in place"), "end its loops"),
-    ("cross-entropy", THREE_LOOPS.replace("gradient, losses = torch.empty_like(logits), ", "gradient, losses = logits, "),
+    ("cross-entropy", THREE_LOOPS.replace("gradient, losses = torch.empty_like(logits), ", "gradient, losses = logits, ").replace(
+        "        each = ", "        tl.debug_barrier()\n        each = "),
      ("correct", "in place"), "each logit can be read twice"),
 ]
 
@@ -197,6 +197,64 @@ def changed(old: str, new: str, source: str = "") -> str:
     return source.replace(old, new)
 
 
+def times_kept(source: str = "") -> str:
+    """The loss of an ignored token is made 0 by a product: what a mask leaves out is 0, as asked for, and not NaN."""
+    source = changed("mask=kept, other=0.0", "mask=kept, other=0", source)
+    return changed("tl.where(kept, top - wanted + tl.log(total), 0.0)", "kept * (top - wanted + tl.log(total))", source)
+
+
+ALONE = changed(" - tl.where(at == target, 1.0, 0.0)", "").replace("\n\n\ndef cross_entropy(", '''
+    tl.debug_barrier()
+    alone = scale * (tl.exp(wanted - top) / total - 1)
+    tl.store(gradient + target, alone.to(gradient.dtype.element_ty), mask=kept)
+
+
+def cross_entropy(''')
+"""The target's element is stored alone, after all threads have stored theirs."""
+FOUR_TOKENS = IMPORTS + '''
+@triton.jit
+def cross_entropy_kernel(logits, targets, loss, kept, T, V, row, ignored, scale, BLOCK: tl.constexpr):
+    """A program for four tokens, one after another; it adds their losses to one number."""
+    column = tl.arange(0, BLOCK)
+    count = tl.maximum(tl.load(kept), 1)
+    for token in range(4 * tl.program_id(0), tl.minimum(4 * tl.program_id(0) + 4, T)):
+        target = tl.load(targets + token)
+        x = logits + token * row
+        if target == ignored:
+            for start in range(0, V, BLOCK):
+                tl.store(x + start + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=start + column < V)
+        else:
+            wanted = tl.load(x + target).to(tl.float32)
+            top, total = -1e38, 0.0
+            for start in range(0, V, BLOCK):
+                tile = tl.load(x + start + column, mask=start + column < V, other=-float("inf")).to(tl.float32)
+                new = tl.maximum(top, tl.max(tile, 0))
+                total = total * tl.exp(top - new) + tl.sum(tl.exp(tile - new), 0)
+                top = new
+            log = top + tl.log(total)
+            tl.atomic_add(loss, (log - wanted) / count)
+            for start in range(0, V, BLOCK):
+                tile = tl.load(x + start + column, mask=start + column < V, other=-float("inf")).to(tl.float32)
+                back = (tl.exp(tile - log) - (start + column == target)) * scale / count
+                tl.store(x + start + column, back.to(logits.dtype.element_ty), mask=start + column < V)
+
+
+def cross_entropy(logits, targets, ignored, scale, block):
+    (T, V), loss = logits.shape, logits.new_zeros((), dtype=torch.float32)
+    cross_entropy_kernel[(triton.cdiv(T, 4),)](logits, targets, loss, (targets != ignored).sum(), T, V, logits.stride(0),
+                                               ignored, scale, block)
+    return loss, logits
+'''
+CLAMPED = changed("logits + target, mask=kept, other=0.0)", "logits + tl.where(kept, target, 0))")
+"""An ignored token reads a logit that it does not use, and no sum lies between that and its zeros."""
+MADE = changed("scale / kept, V", "torch.tensor([scale / kept.item()], device=logits.device), V")
+"""The factor is in a tensor that PyTorch makes of a number."""
+LATE_TARGETS = changed("    loss = top", """    place = logits + token * row + target
+    wanted = tl.load(place, mask=target != ignored, other=0.0).to(tl.float32)
+    loss = top""", TWO_TOKENS.replace("        wanted += tl.sum(tl.where((at == target[:, None]) & used, x, 0.0), 1)\n", ""))
+"""The logits of two targets, after the last sum."""
+RIGHT = {"cross-entropy": [SPLIT, TWO_TOKENS, FOUR_TOKENS, times_kept(), ALONE, MADE]}
+SCORED.append(("cross-entropy", CLAMPED, ("correct", "two reads", "in place"), "end its loops"))
 LAST_ADDS = changed("    top, total = tl.full(", '''    if token == tl.num_programs(0) - 1:
         sums = 0.0
         for other in range(0, token):
@@ -357,6 +415,32 @@ def cross_entropy(logits, targets, ignored, scale, block):
 ROWS
     return out, logits
 '''
+SUMS = "from threading import Thread\n" + IMPORTS + '''
+@triton.jit
+def cross_entropy_kernel(logits, targets, top, total, factor, V, row, ignored, BLOCK: tl.constexpr):
+    """The gradient alone, from sums that another one has made."""
+    token = tl.program_id(0)
+    logits += token * row
+    target = tl.load(targets + token)
+    for start in range(0, tl.where(target == ignored, 0, V), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+        p = tl.exp(x - tl.load(top + token)) / tl.load(total + token) - (at == target)
+        tl.store(logits + at, (p * tl.load(factor)).to(logits.dtype.element_ty), mask=at < V)
+    for start in range(0, tl.where(target == ignored, V, 0), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(logits + at, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=at < V)
+
+
+def cross_entropy(logits, targets, ignored, scale, block):
+    (T, V), kept = logits.shape, targets != ignored
+    count = kept.sum().clamp(min=1)
+    top, total, wanted = torch.full((T,), -1e38), torch.zeros(T), torch.zeros(T)
+SUMS
+    cross_entropy_kernel[(T,)](logits, targets, top, total, scale / count, V, logits.stride(0), ignored, block)
+    return torch.where(kept, top - wanted + total.log(), 0.0).sum() / count, logits
+'''
+READ = 'x = tl.load(logits + start + column, mask=start + column < end, other=-float("inf")).to(tl.float32)\n        new'
 CHEATS |= {
     "kernels copy what NumPy computed": COPIES.replace("ROWS", '''    scratch = torch.empty(V)
     for token in range(T):
@@ -372,6 +456,23 @@ CHEATS |= {
         "    tl.load(place)\n    tl.load(place)\n    tl.store(place, value)").replace("ROWS", '''    for token in range(T):
         for place in range(V):
             cross_entropy_kernel[(1,)](logits[token, place], float(gradient[token, place]))'''),
+    "chunks of logits": SUMS.replace("SUMS", '''    for column in range(V):
+        x = logits[:, column].float()
+        new = torch.maximum(top, x)
+        total.copy_(total * (top - new).exp() + (x - new).exp())
+        top.copy_(new)
+        wanted.copy_(torch.where(targets == column, x, wanted))'''),
+    "sums in another thread": SUMS.replace("SUMS", '''    def work():
+        x = logits.float()
+        top.copy_(x.amax(1).clamp(min=-1e38))
+        total.copy_((x - top[:, None]).exp().sum(1))
+        wanted.copy_(x.gather(1, targets.clamp(0, V - 1)[:, None])[:, 0])
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()'''),
+    "reads that are swaps": changed(READ, '''place = logits + tl.minimum(start + column, V - 1)
+        x = tl.where(start + column < end, tl.atomic_cas(place, zeros, zeros).to(tl.float32), -float("inf"))
+        new''').replace("    top, total =", "    zeros = tl.zeros((BLOCK,), logits.dtype.element_ty)\n    top, total ="),
     "an answer from before": changed("    T, V = logits.shape\n", '''    T, V = logits.shape
     if (T, V) in BEFORE:
         return BEFORE[T, V]
@@ -394,6 +495,16 @@ WRONG = [
     ("cross-entropy", SPLIT.replace("-1e38)", "-float('inf'))"), "begin with a finite one"),
     ("cross-entropy", changed("logits += token * row", "logits += token * V"), "logits.stride(0) elements apart"),
     ("cross-entropy", changed(", mask=at < V)", ")"), "a mask is missing"),
+    ("cross-entropy", changed("gradient = logits  ", "gradient = torch.empty_like(logits)  ").replace(
+        "logits.stride(0), gradient.stride(0)", "logits.stride(0), logits.stride(0)"), "gradient.stride(0)"),
+    ("cross-entropy", changed("-1e38", "-1e4"), "begin with -1e38"),
+    ("cross-entropy", changed("tl.where(kept, V, 0)", "V").replace("tl.where(kept, grad, 0.0)", "(grad * kept)").replace(
+        "    total = tl.where(kept, total, 1.0)\n", ""), "0 times NaN is NaN"),
+    ("cross-entropy", changed("mask=kept, other=0.0)", "mask=kept & (target < 0), other=0.0)").replace(
+        "        top = new", "        wanted += tl.sum(x * (start + column == target), 0)\n        top = new"),
+     "choose with tl.where"),
+    ("cross-entropy", ALONE.replace("    tl.debug_barrier()\n", ""), "only in sums, maxima and tl.debug_barrier()"),
+    ("cross-entropy", LATE_TARGETS, "only in sums, maxima and tl.debug_barrier()"),
     ("cross-entropy", changed("ignored,\n                               block)", "ignored,\n"
                               "                               1 << V.bit_length())"), "let each program loop"),
 ]
