@@ -254,7 +254,7 @@ ranks(4)(add_up)
 
 # %% exercise="matmul-cost"
 def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
-    """FLOPs, and bytes moved at least, of (m, k) @ (k, n) with `itemsize` bytes a number."""
+    """The FLOPs of (m, k) @ (k, n), and the fewest bytes that it can move, with `itemsize` bytes a number."""
     ### BEGIN SOLUTION
     flops = 2 * m * k * n
     moved = itemsize * (m * k + k * n + m * n)
@@ -292,8 +292,8 @@ check("matmul-cost")
 # limits it, on every machine.
 # </details>
 #
-# The next cell measures six multiplications. Four have shapes from the model of the next lesson, tokens × width times
-# width × 4 width, for small to large batches. Two are square.
+# The next cell measures six multiplications. Four have shapes from the next lesson's model, (tokens × width) times (width × 4
+# width), for small to large batches. Two are square.
 #
 # > **Predict.** Which of the six will come closest to your ceilings, and which will stay far below?
 
@@ -325,12 +325,11 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # > are they waiting for? And why can a mark on the *left*, such as 1 token, lie **above** the slope?
 #
 # <details><summary>Answer</summary>
-# They wait for somebody to start them. Calling an operation costs a few microseconds, whatever its size. Lesson 06
-# removes this <i>launch overhead</i> with CUDA graphs. They also wait for one another: all cores that share a
-# multiplication wait for the slowest. Call <code>torch.set_num_threads(1)</code> and run the cell again: a single core
-# waits for nobody. Which marks move?<br>
-# Above the slope: the measurement multiplies the same small matrices again and again, so they stay in the caches. Caches
-# are faster than the memory that the copy measured.
+# They wait for the host to start them. Calling an operation costs a few microseconds, whatever its size. Lesson 06 removes this
+# <i>launch overhead</i> with CUDA graphs. They also wait for one another: all cores that share a multiplication wait for the
+# slowest. Call <code>torch.set_num_threads(1)</code> and run the cell again: a single core waits for nobody. Which marks
+# move?<br> Above the slope: the measurement multiplies the same small matrices again and again, so they stay in the caches.
+# Caches are faster than the memory that the copy measured.
 # </details>
 #
 # ## Exercise: the roofline
@@ -339,7 +338,7 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 
 # %% exercise="roofline"
 def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: float) -> float:
-    """The least seconds that a machine needs for so many FLOPs and bytes, at its ceilings per second."""
+    """The least time, in seconds, for this work on a machine with these ceilings, per second."""
     ### BEGIN SOLUTION
     computing = flops / peak_flops
     moving = moved / peak_bytes
@@ -366,8 +365,8 @@ for name, (m, k, n) in shapes.items():
 #
 # ## How many tokens does it take?
 #
-# A layer of width 384 → 1536 must read its weights whether one token uses them or 64,800. (So many tokens are in a batch
-# of lesson 01's reference model.)
+# A layer of width 384 → 1536 must read its weights whether one token uses them or 64,800. (A batch of lesson 01's reference
+# model has that many tokens.)
 #
 # > **Predict, before you move the slider:** at about how many tokens will the mark reach the arithmetic ceiling?
 

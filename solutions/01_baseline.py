@@ -128,9 +128,9 @@ lab.picture(style.patches(state[u10], side, "u10 of one state, in patches; the m
 # | `target` | (B, C, H, W) | float32 | the states six hours later |
 # | `sample` | (B,) | int64 | the samples' ids: their positions in the data set, from 0 |
 #
-# Why ids? If the data do not fill the last batch, **padding** fills it: samples of zeros with the id −1. A loss must look
-# at the ids, because padding must not count. Random parts of training, such as dropout, also depend on the id. So a
-# sample meets the same random numbers on whichever GPU it lands (lesson 07).
+# Why ids? If the data do not fill the last batch, **padding** fills it: samples of zeros with the id −1. A loss must look at
+# the ids, because padding must not count. Random parts of training, such as dropout, also depend on the id. So a sample gets
+# the same random numbers on every GPU (lesson 07).
 #
 # > **Predict** what the next cell prints for a batch of three samples and one of padding, before you run it.
 
@@ -563,7 +563,7 @@ address = lab.tensorboard(run)
 #
 # `evaluate` forecasts a year that the model has never seen. RMSE is the root mean squared error.
 #
-# > **Predict.** How many percent below persistence will the error of `u10` be after six hours?
+# > **Predict.** By how many percent will the error of `u10` be below that of persistence after six hours?
 
 # %%
 my_percent = 10                  # your prediction
@@ -662,7 +662,7 @@ lab.picture(skill, "Errors grow with lead time: for four days the model that for
 # **What you should see:** after six hours the errors are {result: of_state | .2f} and {result: of_change | .2f} m/s, and
 # persistence's is {result: of_persistence | .1f} m/s. From the third day on, climatology is better than both models.
 #
-# > **Question.** A forecast cannot be worse than guessing the mean, yet these are. Why?
+# > **Question.** A forecast need never be worse than guessing the mean, yet these are. Why?
 #
 # <details><summary>Answer</summary>
 # They learned single steps from true states. From the second step on they read their own errors, which they never saw

@@ -182,7 +182,7 @@ lab.picture(profile.timeline(rows, "one step of vit-demo, 16 samples"),
 # %% [markdown]
 # ## Exercise: busy time
 #
-# > **Predict.** Add up the lengths of all operators of this step. How many percent of the step's length is that?
+# > **Predict.** Add up the lengths of all operators of this step. What percentage of the step's length is that?
 
 # %%
 my_percent = 100                 # your prediction
@@ -240,10 +240,10 @@ print(f"operators run for {busy(operators) / length:.1%} of the step")
 
 # %% exercise="launch-bound"
 def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, float]:
-    """(seconds until the GPU is done, seconds of these in which it has nothing to do).
+    """(seconds until the GPU is done, seconds of these in which it is idle).
 
-    The host launches kernel after kernel, which takes it launches[i] seconds each. The GPU runs them in this order, works[i]
-    seconds each, none before it has been launched. Both begin at 0.
+    The host launches kernel after kernel, in launches[i] seconds each. The GPU runs them in this order, in works[i] seconds
+    each, and begins none before its launch has ended. Both begin at 0.
     """
     ### BEGIN SOLUTION
     host = gpu = idle = 0.0
@@ -368,7 +368,7 @@ lab.picture(trace_breakdown.picture(found, "vit-demo on this machine"),
 # parts eight times in every block, in forward and backward together. (This is *tensor parallelism* with *sequence
 # parallelism*, where a sum takes two exchanges. You build both in lesson 10.)
 #
-# > **Predict.** How many percent of this step are exposed communication?
+# > **Predict.** What percentage of this step is exposed communication?
 
 # %%
 my_exposed = 10                  # your prediction
@@ -414,8 +414,8 @@ lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / leng
 # | many short gaps between kernels | the host launches too slowly | lessons 05 and 06 |
 # | communication, and no kernel beside it | the GPUs wait for each other | lessons 07 and 10 |
 #
-# Here are three recorded steps of the weather model of lesson 01. They differ in one thing: what reads the data, and how
-# it reaches the GPU. The row *other streams* is work that the GPU does beside its main stream.
+# Here are three recorded steps of lesson 01's weather model. They differ in one thing: what reads the data, and how it reaches
+# the GPU. The row *other streams* is work that the GPU does beside its main stream.
 
 # %%
 steps = {letter: profile.last_step(
@@ -513,7 +513,7 @@ lab.picture(profile.memory(snapshots["changed"], "the same with another attentio
 # The picture needs one number for each line of code: the bytes that it holds when memory is at its highest. Write the
 # function. An event is `(action, address, bytes, line)`.
 #
-# - A block's address is free after it, and may be given to another block.
+# - When a block is freed, its address may be given to another block.
 # - Some blocks were there before the recording began. You see only how they are freed.
 
 # %% exercise="memory-peak"
@@ -523,14 +523,15 @@ from course.training.memory_snapshot import alive_at_peak
 check("memory-peak")
 
 # %% [markdown]
-# Which lines hold most in the second snapshot? Yours says:
+# Which lines hold most in the second snapshot? Your function says:
 
 # %%
 with lab.yours(alive_at_peak):
     print(memory_snapshot.text(snapshots["changed"]))
 
 # %% [markdown]
-# > **Question.** Two lines of `attend` hold more than the whole step did before. What do they hold, and must it be kept?
+# > **Question.** Two lines of `attend` hold more than the whole step did before. What do they hold, and does it have to stay in
+# > memory?
 #
 # <details><summary>Answer</summary>
 # One is the softmax of the scores in fp32, 403 MB in each of the 12 layers; the other its copy in bf16, half as large. The
@@ -571,8 +572,8 @@ lab.picture(profile.memory(history.events, "a small GPT with a textbook's attent
 # > **Question.** You find out that a run's memory grows by 300 MB with each step. Where would you look in the picture?
 #
 # <details><summary>Answer</summary>
-# At the end of a step. What was allocated in this step and is still alive then is kept by someone: often a list of losses or
-# of activations, with all that their backward passes need. Append <code>loss.item()</code> or <code>x.detach()</code>.
+# At the end of a step. Something keeps the blocks that this step allocated and that are still alive then. Often it is a list of
+# losses or activations, with all that their backward passes need. Append <code>loss.item()</code> or <code>x.detach()</code>.
 # </details>
 #
 # ## Summary

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 03 · Data loading
 #
-# A GPU that waits for data is an expensive way to heat a room. Simple arithmetic tells you whether it waits: you need the
-# bytes of a sample, and the speed of each station on their way. In this lesson you do that arithmetic. You find out why
-# PyTorch's DataLoader often stays far below it. And you write the two pieces that make a loader: *which* samples a
-# process reads, and *when* it reads them.
+# A GPU that waits for data is an expensive way to heat a room. Simple arithmetic tells you whether it waits: you need the bytes
+# of a sample, and the speed of each station on their way. In this lesson you do that arithmetic. You find out why PyTorch's
+# DataLoader often stays far below the best rate. And you write the two pieces that make a loader: *which* samples a process
+# reads, and *when* it reads them.
 #
 # **What you will learn**
 #
@@ -104,10 +104,10 @@ lab.beside("180 pairs a second", my_gb_per_second, 180 * pair_bytes / 1e9, "GB/s
 # From a file to a matrix multiplication, a byte passes these stations:
 #
 # 1. the **disk**, or a file system across a network: one to a few GB/s;
-# 2. the **page cache**: memory in which the operating system keeps what it has read from files, until somebody else needs
-#    that memory. If the data fit, the second epoch comes from here;
+# 2. the **page cache**: memory in which the operating system keeps what it has read from files, until that memory is needed for
+#    something else. If the data fit, the second epoch comes from here;
 # 3. the program's **own memory**: `read` copies from the page cache into it;
-# 4. **pinned memory**: memory that the operating system promises not to move. A GPU can fetch only from there on its own;
+# 4. **pinned memory**: memory that the operating system promises not to move. Only from there can a GPU fetch data by itself;
 # 5. the **link** (PCIe), and the GPU's memory at its end.
 #
 # You can observe the page cache. The next cell writes a file of two pairs and reads it several times. First it asks the
@@ -189,9 +189,9 @@ lab.recorded("loaders_h200", {name: {"pairs/s": speed, "GB/s": speed * pair_byte
 #
 # In training every sample comes once an epoch, in an order that looks random and differs from epoch to epoch. With n
 # data-parallel ranks (lesson 07), each rank takes one of n parts of every *global* batch. The usual method is a random
-# generator in each process: you save its state, restore it, and keep all of them in step. A simpler method makes the
-# order a **pure function**. Imagine an endless sequence of shuffled epochs of n samples. `samples_at(seed, n, start,
-# stop)` returns the samples at its positions `start` to `stop − 1`:
+# generator in each process: you save its state, restore it, and keep all generators in step. A simpler method makes the order a
+# **pure function**. Imagine an endless sequence of shuffled epochs of n samples. `samples_at(seed, n, start, stop)` returns the
+# samples at positions `start` to `stop − 1` of this sequence:
 
 # %%
 print("positions 0 to 9:  ", order.samples_at(0, 10, 0, 10).tolist())
@@ -238,14 +238,14 @@ check("sharded-sampler")
 # A common mistake: every rank shuffles with *its own* seed and takes its part. There is no error, every batch has the
 # right shape, and the loss goes down.
 #
-# > **Predict.** With 4 ranks, how many percent of the samples does such a training see in its first epoch?
+# > **Predict.** With 4 ranks, what percentage of the samples does such a run see in its first epoch?
 
 # %%
 my_percent = 95                  # your prediction
 
 # %%
 def seen(own_seeds: bool, samples: int = 1200, batch: int = 24, size: int = 4) -> float:
-    """Percent of the samples that at least one rank reads in one epoch."""
+    """The percentage of samples that at least one rank reads in one epoch."""
     found = set()
     for rank in range(size):
         mine = train_batches(rank if own_seeds else 0, samples, batch, size, rank, 0)
@@ -311,7 +311,7 @@ lab.show("course.data.loaders.native.loader")
 #
 # 5. copies it into pinned memory.
 #
-# > **Predict.** How many percent of the total time is reading?
+# > **Predict.** What percentage of the total time is reading?
 
 # %%
 my_reading = 70                  # your prediction, percent
@@ -607,8 +607,8 @@ lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs,
 #
 # ## Together
 #
-# > **Predict.** 12 threads feed the compiled model. How many samples a second will the training process? Start with the
-# > lower of two numbers. Then think of what the two have to share.
+# > **Predict.** 12 threads feed the compiled model. How many samples a second will the run process? Start with the lower of two
+# > numbers. Then think of what the two have to share.
 
 # %%
 # your prediction: correct it
@@ -643,8 +643,8 @@ lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather
 # {result: waiting_cost | .0%}, and eight processes win most of that back. In bf16 the same eight processes starve the
 # model: they cost {result: starved_cost | .0%}. Threads, which read ahead, cost {result: ahead_cost | .0%}.
 #
-# The lower of the two speeds is a good prediction if they are far apart. It leaves out that copies and normalization share
-# the GPU's memory with the model.
+# The lower of the two speeds is a good prediction if they are far apart. It ignores that copies and normalization share the
+# GPU's memory bandwidth with the model.
 #
 # ## In practice
 #
@@ -665,8 +665,8 @@ lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather
 #
 # ## Reading ahead
 #
-# Whoever reads, reading should happen *while* the GPU computes. So read the next batch before the training asks for it,
-# and put it into a **queue** between the reader and the training. How long should the queue be?
+# Whichever process reads, it should read *while* the GPU computes. So read the next batch before the training asks for it, and
+# put it into a **queue** between the reader and the training. How long should the queue be?
 #
 # In the next picture a step takes 1, and there are three cases. In the first, each read takes 0.8. In the second, reading
 # also takes 0.8 on average, but one read in twenty takes 6, because a file server was busy. In the third, each read takes
@@ -762,8 +762,8 @@ for depth in (0, 1, 4):
         lab.beside(f"{depth} ahead", my_seconds[depth], train_on(source), "s")
 
 # %% [markdown]
-# **What you should see:** about 1.3 s without reading ahead. With one batch ahead it takes about 0.9 s, because every late
-# read is still late by most of its time. With four it takes nearly 0.75 s.
+# **What you should see:** about 1.3 s without reading ahead. With one batch ahead it takes about 0.9 s, because the training
+# still waits for most of each slow read. With four it takes nearly 0.75 s.
 
 # %%
 file.unlink(missing_ok=True)     # 83 MB that you no longer need
@@ -773,25 +773,25 @@ file.unlink(missing_ok=True)     # 83 MB that you no longer need
 #
 # *Optional, about 40 minutes. Nothing later needs it.* Your `ahead` has one thread, and a run that ends loses its place. A file
 # server serves several reads at once, and sometimes one of them takes long. Put the pieces of this lesson together: an order, a
-# position, threads, a bounded queue. Ours has about 20 lines.
+# position, threads, a bounded queue. Our solution has about 20 lines.
 #
 # **Contract**
 #
-# - `Loader(read, order, threads, depth, position=0)`: `read(i)` returns sample `i`. It may be called from any thread, also from
-#   several at once, but never from more than `threads`. `order` is a list of numbers, as your sampler gives them.
+# - `Loader(read, order, threads, depth, position=0)`: `read(i)` returns sample `i`. Any thread may call it, and several may
+#   call it at once, but never more than `threads`. `order` is a list of numbers, as your sampler gives them.
 # - `iter(loader)` is a generator of the samples from `position` on, in the order of the list.
-# - `loader.position` counts the samples that were handed out. A new loader with this position goes on with the next one.
-# - If a read fails, its error comes out when its turn comes. The samples before it are good, and `position` does not count it,
-#   so that a new loader tries it again.
+# - `loader.position` counts the samples that were handed out. A new loader with this position continues with the next sample.
+# - If a read fails, the generator raises its error when that sample's turn comes. The samples before it are good. `position`
+#   does not count the failed one, so a new loader tries it again.
 # - When the generator is closed early, no further read begins, and no thread is left.
 #
-# **Levels.** The check has a simulated disk that counts, and on which single reads can last. Each level counts by itself, once
-# the first is reached:
+# **Levels.** The check has a simulated disk that counts reads, and on which single reads can take long. Each level counts by
+# itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
 # | correct | the contract, with or without threads |
-# | overlapped | `threads` reads run at once; while one lasts, samples before it come, and others are read up to `depth` ahead |
+# | overlapped | `threads` reads run at once; during a slow read, earlier samples come out, later ones are read ahead |
 # | memory budget | no read begins more than `depth` samples ahead; of the samples handed out, only the last is kept |
 #
 # Start with correct. `lab.hint("loader")` opens the first of three hints, and each further call opens the next one.

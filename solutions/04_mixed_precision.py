@@ -143,9 +143,8 @@ lab.picture(format_figures.steps(),
 # 32. PyTorch's `autocast` decides by a list of operations. It casts the *inputs* of an operation, and it casts the
 # weights again in each forward pass.
 #
-# > **Predict.** Inside `autocast` to bf16, in which format does each of these return its result: the matrix
-# > multiplication for queries, keys and values; a norm; the residual sum; the loss? And in which format are the
-# > gradients of the weights?
+# > **Predict.** Take a forward pass inside `autocast` to bf16. In which format do these return their results: the product for
+# > queries, keys and values; a norm; the residual sum; the loss? And in which format are the gradients of the weights?
 
 # %%
 cpu = torch.device("cpu")
@@ -269,15 +268,15 @@ lab.picture(style.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rate
 # **What you should see:** about four fifths. Lost updates do not add up: rounding removes each one, however often it
 # comes. When the schedule lowers the learning rate, training with bf16 weights stalls.
 #
-# So the optimizer keeps float32 weights, the **master weights**, and makes 16-bit copies when they are needed. Autocast
-# does just that (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740). Other frameworks, such as
-# Megatron-LM, keep bf16 weights and a float32 copy in the optimizer. Both need 16 bytes per parameter, or 18 with
-# float32 gradient accumulation (lesson 13). Stochastic rounding is an alternative: small updates then count on average.
+# So the optimizer keeps float32 weights, the **master weights**, and makes 16-bit copies when they are needed. Autocast does
+# just that (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740). Other frameworks, such as Megatron-LM,
+# keep bf16 weights and a float32 copy in the optimizer. Both need 16 bytes per parameter. bf16 weights whose gradients
+# accumulate in float32 need 18 (lesson 13). Stochastic rounding is an alternative: small updates then count on average.
 #
-# Does it change the loss? Train a small model twice from the same weights, in bf16 with a small learning rate. In the
+# Do lost updates change the loss? Train a small model twice from the same weights, in bf16 with a small learning rate. In the
 # second run, round the weights to bf16 after each step.
 #
-# > **Predict.** By how many percent is the loss of the second run higher after 160 steps?
+# > **Predict.** By how many percent will the loss of the second run be higher after 160 steps?
 
 # %%
 my_worse = 50.0                  # your prediction, percent
@@ -443,9 +442,9 @@ lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32]
 # > besides its linears?
 #
 # <details><summary>Answer</summary>
-# The fast fused attention kernels (cuDNN's and FlashAttention) exist for 16 bits only. In float32 PyTorch takes another
-# kernel, which is several times slower. With 4050 tokens attention is most of the arithmetic. Norms, GELU and sums also
-# move half the bytes. To see it, run <code>course profile vit-short</code> (lesson 02) with both formats.
+# The fast fused attention kernels (cuDNN's and FlashAttention) exist for 16 bits only. In float32 PyTorch uses another kernel,
+# which is several times slower. With 4050 tokens attention is most of the arithmetic. Norms, GELU and sums also move half the
+# bytes. To see it, run <code>course profile vit-short</code> (lesson 02) with both formats.
 # </details>
 #
 # ## FP8
@@ -659,9 +658,9 @@ lab.picture(format_figures.magnitudes({"gradients of queries, keys and values": 
             "whole hump, E4M3 only its right part")
 
 # %% [markdown]
-# **What you should see:** with the right scale E4M3 is *better*, by its extra mantissa bit. The other lines show a scale
-# that was made for larger numbers: after an unusually hard sample, or a spike in the loss. E5M2 does not notice. E4M3
-# tolerates a factor of 100, loses most numbers at 10,000, and all at a million.
+# **What you should see:** with the right scale E4M3 is *better*, by its extra mantissa bit. The other lines show a scale made
+# for larger numbers, as after an unusually hard sample or a spike in the loss. E5M2 does not notice. E4M3 tolerates a factor of
+# 100, loses most numbers at 10,000, and all at a million.
 #
 # So the wide range is *insurance* against a wrong scale. Large models need it more, because their tensors spread more
 # widely. Block scaling has one scale per 128 numbers and needs less insurance: it uses E4M3 throughout.
@@ -782,7 +781,7 @@ lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weath
 # **Delayed scaling** takes the largest amax of the previous steps, from a **history**. It knows the scale in advance: one
 # pass casts the tensor and records its amax for later. It bets that a tensor does not grow suddenly.
 #
-# > **Question.** In data and tensor parallelism, each rank holds another part of a tensor. What has to happen to the
+# > **Question.** In data and tensor parallelism, each rank holds a different part of a tensor. What has to happen to the
 # > amaxes?
 #
 # <details><summary>Answer</summary>
@@ -825,7 +824,7 @@ lab.picture(style.curves({name: (range(20, 121, 20), loss_curves.means(run).toli
                           for name, run in runs.items()},
                            "step", "loss, means of 20", "A small vision transformer "
                          "on your machine"),
-            "The curves of fp32, bf16 and FP8 lie on each other. The curves with E4M3 "
+            "The curves of fp32, bf16 and FP8 coincide. The curves with E4M3 "
             "gradients and with frozen scales stay above them, more and more")
 
 # %% [markdown]
@@ -909,32 +908,32 @@ lab.picture(format_figures.amax_and_limits(one[1:],
             "most dots. The line of a history of 1 repeats the dots one step later")
 
 # %% [markdown]
-# **What you should see:** a history of 1 is too small about half of the time. A history of 16 is too small only while
-# gradients grow, and rarely later. Then the cast clips a few numbers to a half or a third of their size, and training
-# hardly notices. A long history has its own price. After a spike the scale stays too small until the spike leaves the
-# history, and small numbers round to zero. Transformer Engine recommends 1024 steps.
+# **What you should see:** a history of 1 is too small about half of the time. A history of 16 is too small only while gradients
+# grow, and rarely later. Then the cast clips a few numbers to a half or a third of their size, and training hardly notices. A
+# long history has its own price. After a spike the scale stays too small until the spike leaves the history, and small numbers
+# round to zero. Transformer Engine's default is 1024 steps.
 
 # %% [markdown]
 # ## Open task: train in float16
 #
 # *Optional, about 50 minutes. Nothing later needs it.* Your scaler is one piece of float16 training. Now write the whole step,
-# without `autocast`: master weights in float32, float16 copies for the loss, a loss scale, gradient accumulation, clipping, and
-# steps that are skipped. Ours has about 35 lines.
+# without `autocast`. It has master weights in float32, float16 copies for the loss and a loss scale. It accumulates gradients,
+# clips, and skips steps. Our solution has about 35 lines.
 #
 # **Contract**
 #
 # - `HalfTrainer(loss_of, weights, momentum, clip, scale, grow_after)`: `weights` is a dict of float32 tensors. Change them in
 #   place.
-# - `loss_of(halves, micro)` returns the mean loss of a micro-batch, in float32. `halves` has the names of `weights`, and
+# - `loss_of(halves, micro)` returns the mean loss of a micro-batch, in float32. `halves` has the names of `weights`, with
 #   float16 tensors.
-# - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches, as it is without a scale. If the norm of
-#   all gradients together is larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity + gradient,
-#   and weight = weight − rate · velocity. It returns the mean loss without the scale, a float32 tensor.
+# - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches, with the scale divided out. If the norm
+#   of all gradients together is larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity +
+#   gradient, and weight = weight − rate · velocity. It returns the mean loss without the scale, a float32 tensor.
 # - If any gradient is not finite, the step changes no weight and no velocity. It halves the scale. After `grow_after` good steps
 #   in a row the scale doubles, and the count starts again at 0.
 # - `scale` is an attribute of your trainer, a number or a tensor: the scale of the next step. It starts as the `scale` that you
 #   are given.
-# - `update` below is a part of our answer. Yours need not have it.
+# - `update` below is part of our answer. Yours does not need it.
 #
 # **Levels.** Each counts by itself, once the first is reached:
 #
@@ -946,8 +945,8 @@ lab.picture(format_figures.amax_and_limits(one[1:],
 # | memory budget | at any time, at most 18 bytes per parameter, weights and velocities included |
 #
 # The steps come in an order that is drawn for each check. In one, large gradients of two micro-batches cancel. In others, one
-# number of one gradient overflows. In good steps, too, the scaled loss may be larger than 65,504, or the norm of the scaled
-# gradients: compute both in float32.
+# number of one gradient overflows. Even in a good step, the scaled loss or the norm of the scaled gradients may exceed 65,504:
+# compute both in float32.
 #
 # Start with correct. `lab.hint("half-trainer")` opens the first of three hints, and each further call opens the next one.
 
@@ -999,7 +998,7 @@ lab.picture(style.curves({name: (points,
                           for name in shown},
                            "step", "loss, means of 20",
                          f"The same task on {recorded['hardware']}"),
-            "bf16 and FP8 with renewed scales lie on each other and fall. The curves "
+            "bf16 and FP8 with renewed scales coincide and fall. The curves "
             "with E4M3 gradients and with frozen scales lie far above")
 
 # %% [markdown]

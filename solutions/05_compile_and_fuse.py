@@ -23,7 +23,7 @@
 # |---|---|
 # | you need | a laptop, if possible with a C++ compiler (`g++` or `clang++`); no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | half a minute on two cores, a part of it compiling |
+# | computing | half a minute on two cores, part of it compiling |
 # | you write | bytes of a chain (4 lines), kernels (7), a fused modulate (9), code without breaks (3); optional: a block (14) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #
@@ -166,11 +166,11 @@ Operator = tuple[Sequence[str], str]                 # the names of the tensors 
 
 
 def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Collection[str]) -> tuple[int, int]:
-    """(bytes that the operators of a chain move one after another, bytes that one kernel in their place moves).
+    """(bytes that the operators move one after another, bytes that one kernel in their place moves).
 
-    chain: of each operator the names of the tensors that it reads and the name of the one that it writes, in order. One that
-    names a tensor twice, as x * x does, reads it once. sizes: the bytes of each tensor by its name. kept: which of the results
-    somebody needs afterwards.
+    chain: the operators in order, each with the names of the tensors that it reads and the name of the one that it writes.
+    An operator that names a tensor twice, as x * x does, reads it once. sizes: {name of a tensor: its bytes}. kept: the names
+    of the results that are needed afterwards.
     """
     ### BEGIN SOLUTION
     apart = sum(sizes[name] for reads, written in chain for name in (*set(reads), written))
@@ -215,7 +215,7 @@ for name, operators in {"modulated norm": modulated, "gated residual": gated,
 lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 
 # %% [markdown]
-# Nobody writes GELU like that any more. `F.gelu` is one hand-written fused kernel, and so are `F.layer_norm` and
+# Nobody writes GELU like that anymore. `F.gelu` is one hand-written fused kernel, and so are `F.layer_norm` and
 # `scaled_dot_product_attention`. A library can fuse the chains that it knows. It does not know yours.
 #
 # ## torch.compile
@@ -308,7 +308,7 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 
 # %% exercise="kernels"
 def kernels(operators: Sequence[str]) -> int:
-    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbors of other kinds share."""
+    """How many kernels these operators become. Each "matmul" and each "attention" is one; neighbors of other kinds share one."""
     ### BEGIN SOLUTION
     count, alone = 0, True
     for kind in operators:
@@ -326,10 +326,10 @@ check("kernels")
 # A block of the diffusion transformer does this (you write it in lesson 15):
 #
 # 1. A SiLU and a linear turn the condition of each sample into shift, scale and gate for both branches.
-# 2. The first branch has a norm, then the chain's other two lines: times the scale plus 1, plus the shift. Then come the
-#    linear for queries, keys and values, attention and another linear. Finally the result is multiplied by the gate and
-#    added to the branch's input.
-# 3. The second branch has norm, scale and shift as before; a linear, GELU, a linear; gate and sum as before.
+# 2. The first branch starts with the chain above: norm, multiply by 1 + scale, add the shift. Then come the linear for queries,
+#    keys and values, attention, and another linear. Finally the block multiplies the result by the gate and adds it to the
+#    branch's input.
+# 3. The second branch starts and ends in the same way. In between it has a linear, GELU and another linear.
 #
 # > **Predict.** How many operators does its forward pass start one after another, and how many kernels remain? Count a
 # > linear, a norm, attention, each sum and each product as one. Views, such as `chunk`, cost nothing.
@@ -388,13 +388,13 @@ else:
     print("This cell needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** your rule's number of kernels. Their names say what was fused: norm and modulation; then gate,
-# residual sum, norm and modulation, across the border of the branches; finally gate and residual sum. Megatron-LM's
+# **What you should see:** your rule's number of kernels. Their names say what was fused: norm and modulation first. Then follow
+# gate, residual sum, norm and modulation, across the border of the branches. Gate and residual sum come last. Megatron-LM's
 # diffusion transformer names the same three fused steps.
 #
-# The speed-up is far smaller than three, perhaps none. Matrix products take nearly all of the time here, and the
-# activations (1.6 MB) stay in the CPU's cache. On a GPU the same chains weigh more: it multiplies matrices thousands of
-# times as fast as your machine, but moves bytes only about a hundred times as fast.
+# The speed-up is far smaller than three, perhaps none. Matrix products take nearly all of the time here, and the activations
+# (1.6 MB) stay in the CPU's cache. On a GPU the same chains weigh more. It multiplies matrices thousands of times as fast as
+# your machine, but moves bytes only about a hundred times as fast.
 #
 # > **Question.** In bf16 with autocast (lesson 04), weights and norms stay in float32, and matrix products want 16 bits.
 # > Which operators does autocast add, and which of them can be fused away?
@@ -436,10 +436,9 @@ lab.beside("in a loop", my_loop, adams["a loop"], how="counted")
 lab.beside("fused", my_fused, adams["fused"], how="counted")
 
 # %% [markdown]
-# The loop starts eight operators for each parameter. `foreach` (PyTorch's default on a GPU) starts eight for the *list* of
-# all parameters. `fused` updates all parameters in one operator and counts steps in another. It
-# needs no compiler, and the library always uses it. Its learning rate and its flag for skipped steps are tensors, so the
-# host reads no value.
+# The loop starts eight operators for each parameter. `foreach` (PyTorch's default on a GPU) starts eight for the *list* of all
+# parameters. `fused` updates all parameters in one operator and counts steps in another. It needs no compiler, and the library
+# always uses it. The learning rate and the flag for skipped steps are tensors, so the host reads no value.
 #
 # Now you can count the kernels of a step before any GPU runs it. Take a diffusion transformer of 28 blocks, as deep as
 # DiT-XL, and one training step, from the batch to the new weights.
@@ -492,10 +491,10 @@ lab.picture(profile.blocks({"eager": steps["16 samples, bf16"],
             "ends earlier.")
 
 # %% [markdown]
-# Only the pale boxes shrink: norms, GELU, sums and casts. Attention is one kernel already, and matrix products stay as they
-# are.
+# Only the pale boxes shrink: norms, GELU, sums and casts. Attention is one kernel already, and matrix products do not change.
 #
-# Lessons 03 to 05 are a ladder. NERSC's course climbed it on an A100 with the same model, 16 samples a step:
+# Lessons 03 to 05 speed up one model step by step. NERSC's course did the same on an A100 with the same model, 16 samples a
+# step:
 #
 # | | A100, samples/s | times the first | H200, samples/s | times the first |
 # |---|--:|--:|--:|--:|
@@ -616,8 +615,7 @@ from course.lab.exercises.lesson05_compile_and_fuse import Modulate
 check("fused-modulate")
 
 # %% [markdown]
-# Now count what your class keeps, and what the compiler keeps of the plain chain. Nobody told the compiler about this
-# trick.
+# Now count what your class keeps, and what the compiler keeps of the plain chain. The compiler does not know about this trick.
 #
 # > **Predict.** How many tensors as large as `x` does the *compiled* chain keep?
 
@@ -770,8 +768,8 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 #
 # ## A graph with breaks
 #
-# Dynamo records tensors. What happens where the code asks for a *value*? The next function protects a model against
-# exploding activations. People write such code in five minutes to find a problem, and it stays for years.
+# Dynamo records operations on tensors. What happens where the code asks for a *value*? The next function protects a model
+# against exploding activations. People write such code in five minutes to find a problem, and it stays for years.
 
 # %%
 # (B, T, D), (B,)
@@ -843,10 +841,10 @@ with kernel_counter.fresh_compilation():
 
 # %% exercise="graph-break"
 def tame(x: Tensor, sample: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """x, (B, T, D), multiplied so that no number of a real sample is beyond `limit`; and the largest of them before, ().
+    """Scale x, (B, T, D), so that no number of a real sample is beyond `limit`; also return the largest before, ().
 
-    Samples whose id in `sample`, (B,), is -1 are padding, in which anything may stand, infinities too: their numbers do not
-    count, but are multiplied as well. The factor is 1 where the largest is within the limit, and for autograd it is a constant.
+    Samples with the id -1 in `sample`, (B,), are padding. They may hold anything, even infinities. They do not count, but are
+    scaled as well. The factor is 1 if the largest number is within the limit. For autograd the factor is a constant.
     """
     ### BEGIN SOLUTION
     real = (sample >= 0)[:, None, None]                                 # (B, 1, 1)
@@ -870,7 +868,7 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 #
 # *Optional, about 45 minutes. Nothing later needs it.* Your `tame` had four breaks in six lines. Here is a whole block as it
 # grows in a project. Samples have different lengths, and nobody wants to compute padding. Attention fades in over the first
-# steps of the training. Only tokens whose gate is open go through the MLP. Write it anew. Ours has 14 lines.
+# steps of the training. Only tokens whose gate is open go through the MLP. Rewrite it. Our solution has 14 lines.
 
 # %%
 from course.lab.exercises.lesson05_open_task import (
@@ -886,15 +884,17 @@ recorded = kernel_counter.graphs(block_with_breaks,
 print(f"{HEADS} heads, {WARM} steps of warm-up; recorded of three calls:", *recorded)
 
 # %% [markdown]
-# **What you should see:** hardly anything. Dynamo gives up at `.tolist()`, and leaves the loop and all that follows to Python.
+# **What you should see:** hardly anything. Dynamo gives up at `.tolist()`, and leaves the loop and everything after it to
+# Python.
 #
 # **Contract**
 #
 # - `whole_block(x, lengths, weights, step)` returns y, (B, T, D), and the largest absolute value in y, a tensor of shape ()
 #   without a gradient.
-# - y is that of `block_with_breaks`, and so are the gradients of x and of the weights. In the padding, y and the gradient are 0.
-# - The padding of x may hold anything, also NaN.
-# - It prints nothing, and changes nothing that it is given. `step` is a Python number, another one in every call.
+# - y and the gradients of x and of the weights match those of `block_with_breaks`. In the padding, y and the gradient of x are
+#   0.
+# - The padding of x may hold anything, even NaN.
+# - It prints nothing, and it does not change its inputs. `step` is a Python number that differs in every call.
 #
 # **Levels.** The check calls it with several numbers of samples and tokens, before and after the warm-up. Each level counts by
 # itself, once the first is reached:
@@ -902,7 +902,7 @@ print(f"{HEADS} heads, {WARM} steps of warm-up; recorded of three calls:", *reco
 # | level | what the check counts |
 # |---|---|
 # | correct | values and gradients, not compiled |
-# | one graph | no value is asked for, no shape depends on values, and Dynamo records one graph that computes the same |
+# | one graph | the code reads no tensor's value, no shape depends on values, and Dynamo records one graph with the same results |
 # | one recompilation | for all calls Dynamo records at most two graphs |
 # | few kernels | at most 5 matrix products and attentions; no tensor has more numbers than q, k and v together |
 #

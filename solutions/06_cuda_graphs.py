@@ -10,9 +10,9 @@
 # # 06 · CUDA graphs
 #
 # A small step spends most of its time on launches. The host puts one kernel after another into the GPU's queue, and the GPU
-# finishes each before the next one arrives. A **CUDA graph** is the whole list of launches, recorded once and then submitted
-# at once, step after step. It makes small steps several times faster. In return, Python may decide nothing in the step any
-# more, and every tensor has to stay at its address. You write both sides of this bargain.
+# finishes each before the next one arrives. A **CUDA graph** is the whole list of launches, recorded once and then submitted at
+# once, step after step. It makes small steps several times faster. In return, Python can no longer decide anything in the step,
+# and every tensor has to stay at its address. You write both sides of this bargain.
 #
 # **What you will learn**
 #
@@ -109,8 +109,8 @@ lab.picture(cuda_graphs.timeline(rows, title="twelve kernels: 20 µs for each la
 #
 # - `graphed_time` is the time of a step in a graph. The host launches all kernels at once. Then the GPU runs them, with a gap
 #   between each two.
-# - `break_even` is the batch from which a graph gains too little: the smallest one at which the eager step takes less than
-#   `1 + least` times as long as the graphed one. The work of each kernel grows in proportion to the batch.
+# - `break_even` is the batch from which a graph gains too little. It is the smallest batch at which the eager step takes less
+#   than `1 + least` times as long as the graphed step. The work of each kernel grows in proportion to the batch.
 #
 # `eager_time(launches, works, gap)` is given. It is `replay` of lesson 02, with gaps.
 
@@ -131,7 +131,7 @@ lab.beside("1,000 kernels in a graph", my_graphed_ms,
 # Now the GPU sets the pace: its work and its gaps are all that counts.
 #
 # > **Predict.** Take 400 kernels like the twelve above. From which batch on does a graph gain less than a tenth? (Up to which
-# > batch does the eager step take the same time, whatever the batch?)
+# > batch does the time of the eager step stay the same?)
 
 # %%
 my_break_even = 32               # your prediction
@@ -574,8 +574,8 @@ print(f"rate {rate.item()}, count {count}; the rate of the third step is "
 #    parameters. Compare ten replays, because the first one still uses true values. Vary batches and learning rate, and include
 #    a bad batch.
 #
-# > **Question.** You load a checkpoint into a training that has been captured already. The losses continue as if nothing had
-# > been loaded, or the optimizer continues with its old averages. How can that be?
+# > **Question.** You load a checkpoint into a run whose step is already captured. The losses continue as if nothing had been
+# > loaded, or the optimizer continues with its old averages. How can that be?
 #
 # <details><summary>Answer</summary>
 # The graph trains the tensors of the capture. A load that creates <i>new</i> tensors changes nothing that the graph reads.
@@ -601,7 +601,7 @@ except CourseError as error:
     print(error)
 
 # %% [markdown]
-# The library keeps everything that changes between steps, beside the weights, as tensors on the device:
+# Besides the weights, the library keeps everything that changes between steps as tensors on the device:
 
 # %%
 lab.show("course.training.step.Progress")
@@ -613,14 +613,14 @@ lab.show("course.training.step.Progress")
 #
 # ## Exercise: decided on the device
 #
-# Write the step `on_host` so that it can be captured. Everything that changes is now a tensor in `state`: `weight`, `count`
+# Rewrite the step `on_host` so that it can be captured. Everything that changes is now a tensor in `state`: `weight`, `count`
 # and `skipped`.
 #
 # - **Compute from tensors** what changes from step to step. `dropout(x, step)` takes the count as a tensor already.
 # - Change it **in place**: the next replay reads the same memory.
 # - Where Python would choose, compute **both outcomes** and let the device choose: `torch.where(condition, a, b)`.
 #
-# `PEAK`, `RAMP`, `dropout` and `mean_square` are those of `on_host`.
+# `on_host` uses `PEAK`, `RAMP`, `dropout` and `mean_square`; use them too.
 #
 # > **Question, before you write.** Why not multiply the gradient by 0 where the loss is not finite?
 #
@@ -669,28 +669,28 @@ lab.show("course.training.step.update_progress")
 # ## Open task: accumulate gradients in graphs
 #
 # *Optional, about 50 minutes. Nothing later needs it.* Your `Captured` takes a step as it is. Now write the step as well: a
-# trainer that adds up the gradients of several micro-batches, another number in every step, with a learning rate that changes,
-# momentum and clipping. Ours has about 45 lines.
+# trainer with momentum, clipping and a changing learning rate. It adds up the gradients of several micro-batches, and their
+# number differs from step to step. Our solution has about 45 lines.
 #
 # **Contract**
 #
 # - `GraphTrainer(loss_of, parameters, momentum, clip, device)`: `loss_of(micro)` returns the mean loss of a micro-batch, a dict
-#   of tensors. All have the same shapes. The parameters are trained in place; between steps, somebody may load others in place.
+#   of tensors. All have the same shapes. Train the parameters in place. Between steps, a caller may load other values in place.
 # - `step(micros, rate)` is one update. The gradient is the mean over the micro-batches. If the norm of all gradients together is
 #   larger than `clip`, multiply them by `clip / norm`. Then velocity = momentum · velocity + gradient, and
 #   parameter = parameter − rate · velocity. It returns nothing.
-# - After `step` the loader uses the memory of the micro-batches again. So keep none of it, and write nothing into it.
+# - After `step` the loader reuses the memory of the micro-batches. So keep none of it, and write nothing into it.
 # - `read_losses()` returns a list of numbers: the mean loss of each step since the last call.
 # - The first two steps may run in Python, `with warming(device):`. Use `new_graph(device)`, `capturing(graph)` and
-#   `graph.replay()` of `course.lab.instruments.cpu_graph`: without a GPU they are tapes, with one CUDA graphs.
-# - `run`, `accumulate` and `update` below are parts of our answer. Yours need not have them.
+#   `graph.replay()` of `course.lab.instruments.cpu_graph`: they are tapes without a GPU, and CUDA graphs with one.
+# - `run`, `accumulate` and `update` below are parts of our answer. Yours does not need them.
 #
 # **Levels.** Each counts by itself, once the first is reached. Operations inside a replay do not count:
 #
 # | level | what the check counts |
 # |---|---|
 # | correct | weights after every step, and all losses; relative differences up to 0.00001 are allowed |
-# | captured | from step 4 on Python never runs `loss_of`, also if a step has more micro-batches than any before |
+# | captured | from step 4 on Python never runs `loss_of`, even if a step has more micro-batches than any before |
 # | few launches | from step 4 on, for k micro-batches: k + 1 replays, a copy of each of their tensors, and at most 4 operations |
 # | no stall | `step` reads no value on the host; `read_losses` waits once, not for each loss |
 #
@@ -772,8 +772,8 @@ lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels,
 # %% [markdown]
 # The graph removes the host, and compiling reduces kernels and bytes.
 #
-# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: how many percent faster is it
-# > in a graph?
+# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: by how many percent does a
+# > graph speed it up?
 
 # %%
 my_percent = 10                  # your prediction
@@ -824,7 +824,7 @@ if lab.gpu():
     print(f"vit-demo, one sample: eager {milliseconds():.2f} ms, in a graph "
           f"{milliseconds('graphs=true'):.2f} ms")
 else:
-    print("There is no GPU here: the numbers above are those of an H200.")
+    print("There is no GPU here: the numbers above are from an H200.")
 
 # %% [markdown]
 # ```

@@ -106,7 +106,7 @@ def gradient(batch: dict[str, Tensor], factor: float) -> Tensor:
 
 right = gradient(whole, 1 / 5)
 own_means = (gradient(halves[0], 1 / 3) + gradient(halves[1], 1 / 2)) / 2
-lab.beside("difference of the average of own means", my_difference,
+lab.beside("error of averaging each half's own mean", my_difference,
            ((own_means - right).norm() / right.norm()).item())
 
 # %% [markdown]

@@ -150,9 +150,9 @@ lab.beside("batch 16 ends higher than 4 by", my_percent,
            100 * (losses["16"] / losses["4"] - 1), "%")
 
 # %% [markdown]
-# Samples and arithmetic are the same, but the larger batch is behind. It took a quarter of the steps, and each step moved the
-# weights no further than the small batch's. Four times as many samples per step buy a *better direction*. Is it good enough
-# for longer steps?
+# Samples and arithmetic are the same, but the larger batch is behind. It took a quarter of the steps, and each of its steps
+# moved the weights no further than a step of the small batch. Four times as many samples per step buy a *better direction*. Is
+# it good enough for longer steps?
 #
 # > **Question.** Why is the direction better?
 #
@@ -433,7 +433,7 @@ def curves_of(batch: int):
 
 
 def numbers(column: list) -> list[float]:
-    """A recorded column; what was not finite is None there, and as bad as can be."""
+    """A recorded column; None, a loss that was not finite, becomes infinity."""
     return [math.inf if value is None else value for value in column]
 
 
@@ -627,7 +627,7 @@ my_speedup = 32                  # your prediction
 
 # %% exercise="samples-to-target"
 def samples_to(target: float, steps: list[float], losses: list[float], batch: int) -> float:
-    """Samples after which the loss first reaches the target, by a straight line between two validations; infinity if never."""
+    """Samples until the loss first reaches the target, interpolated linearly between validations; infinity if never."""
     ### BEGIN SOLUTION
     reached = [number for number, loss in enumerate(losses) if loss <= target]
     if not reached:
@@ -797,7 +797,7 @@ sooner = [fewest[4] / fewest[batch] * count
 lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)},
                                       "devices, 4 samples each", "times sooner",
                                      "Target reached, against one device; "
-                                      "communication for nothing",
+                                      "communication is free",
                                      {"if samples did not depend on the "
                                       "batch": (devices, devices)}),
             "Times sooner against devices: on the dashed line at first, then far "
@@ -816,7 +816,8 @@ lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 # ## Open task: plan a training run
 #
 # *Optional, about 60 minutes. Nothing later needs it.* You have a machine for a given time. Which batches and which learning
-# rates reach the lowest loss by then? You may train to find out, but every trial costs time as well. Ours has about 60 lines.
+# rates reach the lowest loss by then? You may train to find out, but every trial costs time as well. Our solution has about 60
+# lines.
 #
 # To keep trials cheap, the loss is a quadratic bowl, and training is gradient descent with noise in each direction. A small
 # batch takes more steps in the same time. A large one has less noise.
@@ -851,9 +852,9 @@ lab.picture(data_parallel.logarithmic(bowl_curves, "seconds", "expected loss",
 #
 # - `plan_training(job, train)` returns a plan: a list of phases, `Phase(batch, rate, steps)`. It may take at most `job.seconds`.
 #   A step takes `job.step_seconds(batch)`.
-# - `train(plan)` trains once and returns the loss after each phase. Noise is different in each run. From a rate of 2 / steepest
-#   on, the cliff, a run diverges: its losses are NaN.
-# - The bowl is hidden, and each job has another one. All bowls have the form that you see above.
+# - `train(plan)` trains once and returns the loss after each phase. Noise is different in each run. The cliff is at a rate of 2
+#   / steepest. From there on a run diverges, and its losses are NaN.
+# - The bowl is hidden, and each job has a different one. All bowls have the form that you see above.
 # - All calls of `train` for a job take at most 200 times `job.seconds`, by the same clock.
 # - `expected_losses(bowl, plan)` is free to call, for any bowl that you make up. It is the mean over many runs.
 #

@@ -110,7 +110,7 @@ print("dp: the column of rank 5", box[:, column].tolist(), "- you said", my_dp_g
 # ## Exercise: lay the ranks out
 #
 # The library expects the box in one form, whatever the order: a tensor of ranks. Its dims are `(pp, dp, cp, tp)`, as `AXES`
-# lists them. The order decides only **which** rank stands where. Nothing else in the library has to know the order.
+# lists them. The order only decides **which** rank stands where. Nothing else in the library has to know the order.
 #
 # - `sizes` is a dict such as `{"pp": 2, "dp": 4, "cp": 2, "tp": 4}`.
 # - `order` is a string such as `"cp-tp-pp-dp"`: all four axes, slowest first.
@@ -234,7 +234,7 @@ for what, attempt in attempts.items():
         print(f"{what}: {error}")
 
 # %% [markdown]
-# > **Question.** With `tp=2` and 8 processes, and `dp` not set, nothing is refused. What does `dp=0`, the default, mean?
+# > **Question.** With `tp=2`, 8 processes and `dp` not set, the library refuses nothing. What does `dp=0`, the default, mean?
 #
 # <details><summary>Answer</summary>
 # "What the other axes leave": 8 / 2 = 4. A job on more GPUs needs no new configuration, and the global batch stays the same.
@@ -263,7 +263,7 @@ for what, attempt in attempts.items():
 
 # %% exercise="nodes-touched"
 def nodes_touched(groups: Tensor, per_node: int) -> int:
-    """Over how many nodes the most spread group of an axis lies; `groups` has a row of ranks for each group."""
+    """The most nodes that one group of an axis touches; `groups` has a row of ranks for each group."""
     ### BEGIN SOLUTION
     nodes = groups // per_node
     return max(len(set(row.tolist())) for row in nodes)
@@ -315,14 +315,13 @@ slider = widgets.explore(sixteen_gpus, sizes=list(shapes),
 # axes in the next lessons. One GPU sends:
 #
 # - **tp**: in each layer two all-reduces of an activation in the forward pass, two in the backward pass (lesson 10).
-# - **cp**, gathering keys and values: in each layer an all-gather of both in the forward pass, and a reduce-scatter of their
-#   gradients in the backward pass. `tp` cuts the heads, so a rank's keys are as large as an activation divided by `tp`. So
-#   are its values.
+# - **cp**, gathering keys and values: in each layer an all-gather of both forward, and a reduce-scatter of their gradients
+#   backward. `tp` cuts the heads, so a rank's keys are as large as an activation divided by `tp`. So are its values.
 # - **pp**, a stage in the middle: for each micro-batch, one activation to the next stage and one gradient to the stage
 #   before.
 # - **dp**: an all-reduce of all gradients that this GPU has, once a step, over dp × cp.
 #
-# Lesson 07 told you what the collectives send, for n ranks and a *whole* tensor of S bytes. An all-gather or a reduce-scatter
+# Lesson 07 showed what the collectives send, for n ranks and a *whole* tensor of S bytes. An all-gather or a reduce-scatter
 # sends (n − 1) / n · S. An all-reduce does both and sends 2 (n − 1) / n · S.
 #
 # The model: a GPT of 40 layers of width 5120, 12.6 billion parameters, sequences of 8192 tokens, on 64 GPUs.
@@ -346,9 +345,9 @@ my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}
 # *How often* an axis sends matters most: `tp` sends four times in every layer for every micro-batch, `pp` twice for every
 # micro-batch, `dp` once a step.
 #
-# You will use your formula in two ways. First you will compare it with a real step, because nobody should trust a formula
-# that nobody has checked. The library records every collective before it starts (`course.ranks.collective_trace`); `ranks`
-# uses this record to tell you who waits for whom.
+# You will use your formula in two ways. First you will compare it with a real step: do not trust an unchecked formula. The
+# library records every collective before it starts (`course.ranks.collective_trace`); `ranks` uses this record to tell you who
+# waits for whom.
 #
 # > **Predict.** How far will the formula be off, for a model of 4 layers, on `dp=2, tp=2` and on `pp=2, cp=2`? Exact, 1%,
 # > 10%, worse?
@@ -356,8 +355,8 @@ my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}
 # Then you will combine bytes and links. For each of the 24 orders, your functions find the axes that stay within a node and
 # the seconds that each axis needs. The estimate adds up the axes and assumes no overlap with computation.
 #
-# > **Predict.** Between the best order and the worst, what factor? For scale: the arithmetic of this step, 6 FLOPs for each
-# > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
+# > **Predict.** By what factor is the worst order slower than the best? For scale: the arithmetic of this step, 6 FLOPs for
+# > each parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
 
 # %%
 # your prediction: seconds of the worst order over seconds of the best
@@ -486,7 +485,7 @@ lab.picture(style.stacked(orders, "seconds of communication in a step",
 #
 # | in the table | the path between two GPUs | bandwidth of one GPU, one direction |
 # |---|---|--:|
-# | `NV1`, `NV2`, ... | that many NVLinks, a direct wire or a switch | 25 GB/s a link on a V100, and more on newer GPUs |
+# | `NV1`, `NV2`, ... | that many NVLinks, a direct wire or a switch | 25 GB/s a link up to H100; newer GPUs have more links |
 # | `PIX`, `PXB` | one or several PCIe switches | 13 GB/s with PCIe 3.0 x16, 25 with 4.0 |
 # | `PHB`, `NODE` | PCIe and the CPU | less |
 # | `SYS` | also the link between two CPUs | less still |
@@ -537,7 +536,7 @@ pairs = {(a, b): narrowest_link(fabric.CUBE_MESH, [a, b]) for a in range(8)
 
 
 def narrowest(dp: int, tp: int, order: str, numbers: list[int]) -> dict[str, int]:
-    """The NVLinks of each axis' narrowest ring, if rank r has GPU numbers[r]."""
+    """The NVLinks of each axis's narrowest ring, if rank r has GPU numbers[r]."""
     gpus = torch.tensor(numbers)[lay_out({"pp": 1, "dp": dp, "cp": 1, "tp": tp}, order)]
     return {axis: min(narrowest_link(fabric.CUBE_MESH, group)
                       for group in groups(gpus, AXES.index(axis)).tolist())
@@ -589,10 +588,10 @@ lab.picture(fabric.node({pair: count for pair, count in pairs.items() if count},
 #
 # ## Latency and bandwidth
 #
-# `course bench comms` measures collectives over message sizes, and fits them to latency + bytes / bandwidth. **Bus
-# bandwidth** counts the bytes through each rank's link, so that you can compare it with the link's speed. The recorded runs
-# used gloo between two processes on one machine, over three links: the loopback interface, a virtual cable (`veth`) between
-# two network namespaces, and the same cable limited to 1 Gbit/s.
+# `course bench comms` measures collectives over message sizes, and fits them to latency + bytes / bandwidth. **Bus bandwidth**
+# counts the bytes through each rank's link, so that you can compare it with the link's speed. The recorded runs used gloo
+# between two processes on one machine, over three links. These are the loopback interface, a virtual cable (`veth`) between two
+# network namespaces, and the same cable limited to 1 Gbit/s.
 #
 # > **Predict.** A link of 1 Gbit/s carries 0.125 GB/s. What bus bandwidth does an all-reduce of 64 MB reach? How many
 # > microseconds does one of 1 kB take there? And on two H200s, whose NVLink carries 450 GB/s in each direction?
@@ -621,11 +620,11 @@ lab.picture(fabric.bandwidths(curves, fits),
             "off lowest, the H200s' NVLink more than a thousand times as high.")
 
 # %% [markdown]
-# **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run
-# at the link's bandwidth. Between the H200s the bandwidth is a thousand times that of the slow cable, and the latency is not:
-# a call first has to start a kernel on each GPU. Where the two ends meet, at latency × bandwidth bytes, a message reaches half
-# the bandwidth. So collectives are sent in buckets (lesson 07), and the planner needs two numbers for each link. `course bench
-# comms` prints them in the form of a hardware file.
+# **What you should see:** each curve has two ends. Small messages cost the latency, whatever their size, and large ones run at
+# the link's bandwidth. Between the H200s, the bandwidth is a thousand times that of the slow cable. The latency does not shrink
+# by such a factor: a call first has to start a kernel on each GPU. Where the two ends meet, at latency × bandwidth bytes, a
+# message reaches half the bandwidth. So collectives are sent in buckets (lesson 07), and the planner needs two numbers for each
+# link. `course bench comms` prints them in the form of a hardware file.
 #
 # ## Open task: place the ranks
 #
@@ -633,9 +632,9 @@ lab.picture(fabric.bandwidths(curves, fits),
 # many ways, or when GPUs are numbered arbitrarily. Choose a GPU for each rank, so that the messages of a step take the least
 # time. Our solution has about 30 lines.
 #
-# Each axis says what a rank sends along it in a step, and whether its groups are rings. `neighbors` gives the pairs of ranks
-# that send to each other: here a ring follows the axis, while NCCL also looks for a better one. All groups of an axis wait for
-# the slowest path among their pairs.
+# Each axis says what a rank sends along it in a step, and whether the axis's groups are rings. `neighbors` gives the pairs of
+# ranks that send to each other: here a ring follows the axis, while NCCL also looks for a better one. All groups of an axis
+# wait for the slowest path among their pairs.
 
 # %%
 from course.lab.instruments.gpu_paths import PATHS, Axis, neighbors, slowest_paths
@@ -656,8 +655,8 @@ for placement in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 5, 7]):
 # **Contract**
 #
 # - `place_ranks(axes, paths, measure)` returns a list: the GPU of rank 0, of rank 1, and so on, each GPU once.
-# - `axes` lists the layout's axes, the slowest first. `paths[a][b]` says how GPUs a and b are connected: a number in `PATHS`,
-#   of which 0 is the fastest, and -1 for a GPU and itself. `RACK` leads to another node, `CORE` to one in another rack.
+# - `axes` lists the layout's axes, the slowest first. `paths[a][b]` says how GPUs a and b are connected: an index into `PATHS`,
+#   whose first entry is the fastest, or -1 if a is b. `RACK` leads to another node, `CORE` to one in another rack.
 # - `measure(placement)` returns the seconds of a step on this machine. They are exactly what `step_seconds` gives, but the
 #   speeds are hidden, and differ from machine to machine. You know only that `PATHS` lists the fastest first.
 # - `neighbors` and `slowest_paths` are free to call.

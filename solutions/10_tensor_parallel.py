@@ -182,7 +182,7 @@ lab.picture(who_holds.forward(whole_model, two, MLP,
 # pass. The sum at the exit is z = z0 + z1, so dz0 = dz1 = dz. The gradient passes unchanged, and every rank already has it.
 # </details>
 #
-# So the region in which ranks compute parts has a door on each side, and each door does something in one direction only:
+# So the region in which ranks compute parts has an entrance and an exit. Each of them communicates in one direction only:
 #
 # | | forward | backward | in Megatron-LM |
 # |---|---|---|---|
@@ -349,10 +349,10 @@ lab.show("course.parallel.tensor_parallel.linear.cut_dims")
 # </details>
 #
 # You write the two objects; the library calls each in place of the product. `enter_region(x, axis, tokens)` and
-# `leave_region(x, axis, tokens)` are the doors: your copy and reduce, as long as `tokens` is `None`. Pass `self.tokens` on;
-# sequence parallelism, below, uses it. A column linear goes through its door and multiplies; a row linear multiplies and goes
-# through its door. `multiply(x, weight, bias)` is the product: `F.linear`, or the product of another number format, such as
-# FP8. The product's bias is optional.
+# `leave_region(x, axis, tokens)` are the entrance and the exit: your copy and reduce, as long as `tokens` is `None`. Pass
+# `self.tokens` on; sequence parallelism, below, uses it. A column linear enters the region and multiplies; a row linear
+# multiplies and leaves the region. `multiply(x, weight, bias)` is the product: `F.linear`, or the product of another number
+# format, such as FP8. The product's bias is optional.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
@@ -487,7 +487,7 @@ lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of th
 # > gradient?
 #
 # <details><summary>Answer</summary>
-# Behind the door every rank used <i>all</i> tokens, each for its own heads or hidden units. So every rank has a part of every
+# In the region every rank used <i>all</i> tokens, each for its own heads or hidden units. So every rank has a part of every
 # token's gradient. Add the parts up, and give each rank the sum for its tokens. A slice would be right if all ranks computed
 # the same from the gathered tensor. Some libraries offer both, and the wrong one trains without an error message.
 # </details>

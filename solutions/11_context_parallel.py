@@ -80,9 +80,9 @@ lab.begin("11")
 # Tensor parallelism cuts a layer's width, and pipeline parallelism cuts the model's depth. Neither helps when the samples
 # are long.
 #
-# > **Predict.** A GPT block keeps activations for its backward pass. How many times as much does it keep for a sample of
-# > 2048 tokens as for one of 512? (PyTorch's attention does not keep the tokens × tokens matrix of scores. It computes
-# > the scores again.) And how much does each of two ranks keep, with half of the tokens each?
+# > **Predict.** A GPT block keeps activations for its backward pass. How many times as much does it keep for a sample of 2048
+# > tokens as for one of 512? (PyTorch's attention does not keep the tokens × tokens matrix of scores. It computes the scores
+# > again in the backward pass.) And how much does each of two ranks keep, with half of the tokens each?
 
 # %%
 my_times = 16.0                  # your prediction: 2048 tokens over 512, one process
@@ -383,7 +383,7 @@ lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
 # different times. Plain gradient descent, which <code>course verify</code> uses, shows the factor at once.
 # </details>
 #
-# > **Predict:** does a GPT with causal ring attention train as one process does, and to how many digits? And with tensor
+# > **Predict:** does a GPT with causal ring attention train like a single process, and to how many digits? And with tensor
 # > parallelism as well?
 
 # %%
@@ -392,8 +392,8 @@ for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
     equal = verify.main("gpt-demo", [*ring, "model.depth=1", "train.steps=1"])
 
 # %% [markdown]
-# Ask the same of every framework. In engineers' notes about a diffusion transformer (lesson 15), context parallelism
-# changed the loss after 400 steps from 0.183 to 0.215. Nothing crashed, and nobody compared.
+# Ask this of every framework. In engineers' notes about a diffusion transformer (lesson 15), context parallelism changed the
+# loss after 400 steps from 0.183 to 0.215. Nothing crashed, and nobody compared.
 #
 # ## Causal attention, and who waits for whom
 #
@@ -423,11 +423,10 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# 57%. In round 0 each rank has a triangle, half of a square. In every later round some ranks have a whole square. The
-# others have nothing, because the keys they hold lie in the future. The round still lasts as long as a square. The n ranks
-# have n²/2 squares to compute in n − ½ rounds, so the share is n / (2 n − 1): with many ranks, half of the machine
-# waits. For 8 GPUs this rule gives 53%, and
-# <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54%.
+# 57%. In round 0 each rank has a triangle, half of a square. In every later round some ranks have a whole square. The others
+# have nothing, because the keys they hold lie in the future. The round still lasts as long as a square. The n ranks have n²/2
+# squares to compute in n − ½ rounds, so the share is n / (2 n − 1). With many ranks, half of the machine waits. For 8 GPUs this
+# rule gives 53%, and <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54%.
 # </details>
 #
 # The work is only badly distributed. Rank 0 has the beginning, which sees little; rank 3 has the end, which sees
@@ -566,7 +565,7 @@ for source in (0, 2):
 #
 # *Optional, about 60 minutes. Nothing later needs it.* The library's ring needs a zigzag for causal attention. Write one for
 # tokens in order: rank 0 has the first tokens, the last rank has the last ones. It stays unbalanced, but keys and values need
-# to travel in one direction only. Ours has about 50 lines, half of them in the backward pass.
+# to travel in one direction only. Our solution has about 50 lines, half of them in the backward pass.
 #
 # **Contract**
 #
@@ -645,5 +644,5 @@ lab.recorded("cp_h200", scaling_table.table(rows,
 # {result: causal_ring | .0%}. The gather needs a mask that only flash attention supports here.
 # Flash attention runs at {result: flash_over_cudnn | .0%} of cuDNN's speed.
 #
-# The ring has the largest peak memory of the three here, because the benchmark runs one layer and counts blocks in flight.
-# In a deep model, the keys and values that each layer keeps decide.
+# The ring has the largest peak memory of the three here, because the benchmark runs one layer and counts blocks in flight. In a
+# deep model, the keys and values that each layer keeps matter more.

@@ -132,8 +132,8 @@ print(getsource(ViT.forward))
 # block does four all-reduces of this size, two forward and two backward. In an all-reduce over n GPUs, each GPU sends
 # 2·(n − 1)/n times the tensor.
 #
-# > **Predict.** 16 blocks of width 4096 run on 4 GPUs, with 4096 tokens in bf16. A GPU in tensor parallelism sends how many
-# > times as much as a GPU in the middle of a pipeline?
+# > **Predict.** 16 blocks of width 4096 run on 4 GPUs, with 4096 tokens in bf16. How many times as much does a GPU send in
+# > tensor parallelism as a GPU in the middle of a pipeline?
 
 # %%
 my_ratio = 10                    # your prediction
@@ -211,8 +211,8 @@ lab.show("course.parallel.pipeline_parallel.schedules.timeline")
 # %% [markdown]
 # ## Exercise: GPipe
 #
-# This is the simplest schedule ([Huang et al. 2018](https://arxiv.org/abs/1811.06965)): **all** micro-batches forward, then
-# all of them backward, the first micro-batch first both times. All ranks have the same list. Write it for `m` micro-batches.
+# This is the simplest schedule ([Huang et al. 2018](https://arxiv.org/abs/1811.06965)): run **all** micro-batches forward, then
+# all of them backward, in the same order. All ranks have the same list. Write it for `m` micro-batches.
 #
 # All schedules take the same arguments: `p` ranks, this `rank` among them, `m` micro-batches, `v` chunks per rank. GPipe
 # needs few of them.
@@ -319,8 +319,8 @@ lab.picture(pipeline.timelines({"GPipe, measured": seen}, 4, "seconds"),
 #
 # $$\text{bubble} = \frac{p-1}{p-1+v\,m}$$
 #
-# > **Predict.** 4 ranks, 8 micro-batches, two chunks: for what share of the time will the sleeping stages be idle? Closer to
-# > theory than GPipe, or farther away?
+# > **Predict.** 4 ranks, 8 micro-batches, two chunks: what share of the time will the sleeping stages be idle? Will this be
+# > closer to theory than GPipe, or farther away?
 
 # %%
 my_interleaved = 0.2             # your prediction of what you will measure
@@ -434,7 +434,8 @@ print(f"{schedules.crossed(lost)} messages reach the wrong pass, and nothing sto
 #
 # A backward pass needs the activations of its forward pass. They stay in memory until then.
 #
-# > **Predict.** GPipe runs 16 micro-batches. For at most how many of them does a rank keep activations?
+# > **Predict.** GPipe runs 16 micro-batches. What is the largest number of micro-batches whose activations a rank keeps at
+# > once?
 
 # %%
 my_kept = 4                      # your prediction
@@ -499,8 +500,7 @@ lab.picture(pipeline.activations_kept(made),
 # So far the simulated messages took no time. `timeline` has an argument for that, `send`, in units of a forward pass.
 #
 # > **Predict.** Each message takes half as long as a forward pass, with 4 ranks and 16 micro-batches. Without messages both
-# > schedules take the time of 57 forward passes. How long does each take now? In GPipe, for how many messages does every
-# > rank wait?
+# > schedules take the time of 57 forward passes. How long does each take now? How many messages does GPipe wait for?
 
 # %%
 # your predictions, in forward passes
@@ -643,12 +643,12 @@ check("run-schedule")
 print(getsource(Pipeline.train))
 
 # %% [markdown]
-# > **Question.** At the end of each turn of its loop, `train` starts the receive for the *next* pass. On a CPU, this pass is
-# > done by then. And on a GPU? Remember what a call to a GPU waits for (lesson 00).
+# > **Question.** At the end of each turn of its loop, `train` starts the receive for the *next* pass. On a CPU, the current
+# > pass has ended by then. And on a GPU? Remember what a call to a GPU waits for (lesson 00).
 #
 # <details><summary>Answer</summary>
-# For nothing. The loop has only <i>queued</i> this pass's work, so the next message arrives while the GPU still computes. If
-# the loop started the receive only when the next pass needs it, every message would cost its full time.
+# For nothing. The loop has only <i>queued</i> the current pass's work, so the next message arrives while the GPU still
+# computes. If the loop started the receive only when the next pass needs it, every message would cost its full time.
 # </details>
 #
 # > **Question.** NCCL runs the calls of one group strictly in order. A rank may wait for an activation from one side while it
@@ -662,7 +662,7 @@ print(getsource(Pipeline.train))
 #
 # ## Summary
 #
-# - A pipeline cuts by depth. It sends little, and its bubble is (p − 1) / (p − 1 + v·m).
+# - A pipeline cuts the model by depth. It sends little, and its bubble is (p − 1) / (p − 1 + v·m).
 # - A schedule is a list: simulate its time, its memory and its messages before you run it.
 # - 1F1B keeps p − rank micro-batches instead of m, and is as fast as GPipe while messages are short.
 # - Interleaving divides the bubble by about v, at the cost of v times the messages and more memory.

@@ -214,15 +214,15 @@ lab.beside("the logits are", my_logits_gb, gpt.logits_bytes(64, c.context, c.voc
 
 # %% exercise="loss-in-chunks"
 class LossInChunks(Function):
-    """The sum of the tokens' cross-entropies, from what goes into the map to logits, `size` tokens at a time.
+    """The sum of the tokens' cross-entropies, from features and output matrix, `size` tokens at a time.
 
-    `LossInChunks.apply(x, weight, target, size)`: (N, D), (V, D), (N,) -> (). What is kept for the backward pass are the
-    gradients of x and of weight.
+    `LossInChunks.apply(x, weight, target, size)`: (N, D), (V, D), (N,) -> (). It keeps only the gradients of x and
+    of weight for the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, size: int) -> Tensor:
-        """The loss. The gradients are computed here too, chunk by chunk, while the logits are there."""
+        """The loss; also compute the gradients here, chunk by chunk, while the logits are in memory."""
         ### BEGIN SOLUTION
         total, of_x, of_weight = x.new_zeros(()), [], torch.zeros_like(weight)
         for rows, aims in zip(x.split(size), target.split(size), strict=True):
@@ -238,7 +238,7 @@ class LossInChunks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """The gradients of x and weight, from that of the loss, a scalar."""
+        """The gradients of x and weight, from the gradient of the loss, a scalar."""
         ### BEGIN SOLUTION
         of_x, of_weight = ctx.saved_tensors
         return of_x * grad, of_weight * grad, None, None
@@ -367,8 +367,8 @@ lab.picture(who_holds.parameters(four_ranks, CUT,
 # ## Exercise: the embedding
 #
 # Write two parts. `own(tokens, rows, axis)` returns two tensors with an entry for every token. The first says which of this
-# rank's `rows` rows it is; use 0, a row that exists, if the token belongs to another rank. The second says whether it is here
-# at all. `axis.rank` is this rank's place along the axis, from 0.
+# rank's `rows` rows belongs to the token. Use 0, a row that exists, if another rank has the token. The second says whether this
+# rank has it. `axis.rank` is this rank's place along the axis, from 0.
 #
 # `forward` looks up the rows (`F.embedding(row, self.weight)`) and sets the zeros. Then it leaves the region where ranks
 # compute parts: `leave_region(x, axis, tokens)` with `self.tokens`, as in lesson 10.
@@ -396,8 +396,8 @@ lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8
            "bytes a token", "counted")
 
 # %% [markdown]
-# 88 kB a token, where an all-reduce between two linears of GPT 124M sends 2.7 kB. And then every rank has all logits, which you
-# have just learned to avoid. But what does the loss need? With logits $s$ and a target $y$,
+# 88 kB a token; an all-reduce between two linears of GPT 124M sends only 2.7 kB. And every rank would then have all logits,
+# which you have just learned to avoid. But what does the loss need? With logits $s$ and a target $y$,
 #
 # $$\text{loss} = \log \sum_v e^{s_v} - s_y = \log \sum_v e^{s_v - m} - (s_y - m).$$
 #
@@ -481,8 +481,8 @@ lab.beside("gathered logits", my_gathered, ranks(2)(bytes_a_token, "gathered")[0
 # nothing back: 8,192.)
 #
 # The chunked loss accepts this cross-entropy in place of the serial one. With `tp=8` and chunks of 4096 tokens, a rank holds
-# 0.1 of the 13 GB of logits at a time. Does all of this train as one process does? Here both of your answers replace the
-# library's:
+# 0.1 of the 13 GB of logits at a time. Does all of this train like a single process? In the next cell, both of your answers
+# replace the library's:
 
 # %%
 def with_yours() -> list[verify.Gap]:
@@ -665,9 +665,9 @@ print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you pred
 # With tp over 4 ranks and half of the samples, it sends 43% of the bytes of the other two. 1x8x4 and 2x8x2 send equally many
 # bytes over tp, but 1x8x4 takes much longer.
 #
-# > **Question.** A stage of 1x8x4 is one node; a stage of 2x8x2 is two. Suppose that all 8 ranks of a tensor-parallel group send
-# > the activation of a micro-batch to the next node, each the whole of it. How many GB does a *node* in the middle send in a
-# > step? (A micro-batch of 16 samples has 16 · 2048 · 2304 · 2 bytes, and gradients go back.)
+# > **Question.** A stage of 1x8x4 is one node; a stage of 2x8x2 is two. Suppose that all 8 ranks of a tensor-parallel group
+# > send the activation of a micro-batch to the next node, and each sends all of it. How many GB does a *node* in the middle
+# > send in a step? (A micro-batch of 16 samples has 16 · 2048 · 2304 · 2 bytes, and gradients go back.)
 #
 # <details><summary>Answer</summary>
 # 151 MB from 8 GPUs, 32 times, in two directions: 77 GB, or 6.2 s at 100 Gb/s. In 2x8x2 micro-batches are half as large and no
@@ -740,8 +740,8 @@ samples = Sequences(str(data), "train", 128, 512)
 lab.beside("samples", my_samples, len(samples), how="counted")
 
 # %% [markdown]
-# The number of tokens less one, divided by 128. Only the very first token and the fewer than 128 tokens after the last whole
-# sample are never predicted.
+# The number of tokens less one, divided by 128. The model never has to predict the very first token, nor the last few (fewer
+# than 128) after the last whole sample.
 #
 # > **Question.** A sample may hold the end of one file and the beginning of another. What do tokens of the second file see of
 # > the first? Is that a mistake?
@@ -858,9 +858,10 @@ lab.beside("positions with it", my_with, with_cache, how="counted")
 lab.beside("times as fast", my_speedup, slow / fast)
 
 # %% [markdown]
-# 5050 = 1 + 2 + … + 100 against 100. Yet it is only two or three times as fast: in such a small model, a pass takes as long as
-# starting its operators, for one position or for fifty. With 7 billion parameters one position at a time meets another limit:
-# every weight is read from memory for only two FLOPs (lesson 00's roofline). So servers write many texts at once.
+# 5050 = 1 + 2 + … + 100 positions against 100. Yet writing is only two or three times as fast. In such a small model, a pass
+# takes as long as starting its operators, for one position or for fifty. With 7 billion parameters one position at a time meets
+# another limit: every weight is read from memory for only two FLOPs (lesson 00's roofline). So servers write many texts at
+# once.
 #
 # > **Predict.** How many MB is the cache of GPT 7B (32 blocks of width 4096, 16 bits) for one text of 2048 tokens?
 
@@ -956,7 +957,8 @@ lab.beside("bytes of train.idx", my_idx_bytes, (data / "train.idx").stat().st_si
 #
 # - `np.memmap(path, np.uint8, "r")` returns the bytes of the file as an array, say `raw`, without reading them yet.
 # - `HEADER.unpack_from(raw.data)` returns the five values of the header.
-# - `np.frombuffer(raw, "<i4", count, offset)` returns `count` little-endian int32 from a byte on, without a copy.
+# - `np.frombuffer(raw, "<i4", count, offset)` returns `count` little-endian int32 numbers, from the byte `offset` on, without a
+#   copy.
 # - `DTYPES[code]` is the name of a number format.
 #
 # Return `Index(dtype, lengths, pointers, documents)`, with a little-endian dtype. A file may be truncated, by a full disk or an
@@ -970,7 +972,7 @@ from course.data.text.indexed_files import read_index
 check("read-index")
 
 # %% [markdown]
-# A damaged file causes a clear error message. The check tries six kinds of damage; here are three.
+# Your reader reports a damaged file with a clear error message. The check tries six kinds of damage; here are three.
 
 # %%
 good = (data / "train.idx").read_bytes()
@@ -992,7 +994,7 @@ for what, raw in {"cut off": good[:-100], "a zip file": b"PK" + good[2:],
 
 # %% exercise="one-document"
 def document(index: Index, tokens: np.ndarray, i: int) -> np.ndarray:
-    """The tokens of document i, of the `tokens` of the whole .bin, (n,)."""
+    """The tokens of document i, (n,). `tokens` is the whole .bin."""
     ### BEGIN SOLUTION
     first, last = index.documents[i:i + 2]
     start = index.pointers[first] // index.dtype.itemsize if first < last else 0
@@ -1011,11 +1013,11 @@ print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
 # ## Open task: write over ranks
 #
 # *Optional, about 50 minutes. Nothing later needs it.* A model that is cut over ranks should also write. Each rank has its rows
-# of the vocabulary, its heads and its hidden units, and the cache of its own heads. Draw each token without bringing the logits
-# together. Ours has about 35 lines.
+# of the vocabulary, its heads and its hidden units, and the cache of its own heads. Draw each token without gathering the
+# logits. Our solution has about 35 lines.
 #
-# This is what one process does. The model is small and has no biases. `gumbel` is a function of its place, as all randomness in
-# this course:
+# This is what one process does. The model is small and has no biases. `gumbel` is a function of seed, position, sample and
+# column, as all randomness in this course is a function of its place:
 
 # %%
 from course.lab.exercises.lesson14_open_task import DEPTH, gumbel, rms  # noqa: F401
@@ -1028,22 +1030,23 @@ print(gumbel(7, 12, 2, torch.tensor([500])), "is its last column")
 # %% [markdown]
 # **Contract**
 #
-# - `Writer(weights, most, words, temperature, seed, axis)` gets the weights of `write_alone` by the same names, but this rank's
-#   part: of `token` rows, of `qkv` and `out` heads, of `up` and `down` hidden units. The others are whole. `axis` has `size`,
-#   `rank`, `ranks` and `group`, as in lesson 10.
+# - `Writer(weights, most, words, temperature, seed, axis)` gets the weights of `write_alone` under the same names. This rank
+#   has its part of some: rows of `token`, heads of `qkv` and `out`, hidden units of `up` and `down`. The others are whole.
+#   `axis` has `size`, `rank`, `ranks` and `group`, as in lesson 10.
 # - `writer.next(tokens)` takes the next tokens of each text, (B, t): a prompt, a piece of a prompt, or one token. It returns the
 #   token that follows, (B,), the same on all ranks.
 # - These are the tokens of `write_alone`, on any number of ranks. A text has at most `most` tokens.
-# - Nothing needs gradients. `total` below is a part of our answer, and yours need not have it.
+# - Nothing needs gradients. `total` below is part of our answer. Yours does not need it.
 #
 # **Levels.** Each level counts by itself, once the first is reached:
 #
 # | level | what the check counts |
 # |---|---|
 # | correct | the tokens, on two ranks and on four, and along one axis of two |
-# | byte budget | besides the sums over ranks of (B, t, D): at most 64 bytes from each rank for a token of a text |
-# | memory budget | for one token, no new tensor that is larger than (B, V / n), or grows; kept: the cache of this rank's heads |
-# | | for a prompt, no new tensor that is larger than this rank's scores, its cache, or (B, t, 3 D) |
+# | byte budget | at most 64 bytes from each rank per token of a text, besides the sums over ranks of (B, t, D) |
+# | memory budget | for one token: no new tensor larger than (B, V / n), and none that grows |
+# | | for a prompt: no new tensor larger than this rank's scores, its cache, or (B, t, 3 D) |
+# | | between calls: only the cache of this rank's heads |
 #
 # Start with correct. `lab.hint("write-text")` opens the first of three hints, and each further call opens the next one.
 
@@ -1128,7 +1131,7 @@ lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU by case: "
             f"{gpt.describe_measured(rows)}")
 
 # %% [markdown]
-# > **Question.** The dp case is far *slower* for its work than the tp case, although tp has all the communication. Why?
+# > **Question.** The dp case reaches far *fewer* FLOP/s than the tp case, although tp communicates much more. Why?
 #
 # <details><summary>Answer</summary>
 # Its micro-batch. With 2 samples instead of 16, one H200 falls from {result: sixteen_samples | .0f} to

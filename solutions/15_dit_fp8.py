@@ -120,9 +120,9 @@ if not Path("data/digits/latents.json").is_file():
 #
 # Take a clean sample and mix in more and more noise, until only noise is left. There are two common recipes.
 #
-# **Diffusion** uses $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$. The signal share $a_t$ falls from 1 to 0
-# over 1000 time steps. Sample and noise are independent. If the samples have the mean square $v$, that of $x_t$ is
-# $a_t v + 1 - a_t$. It moves from $v$ to 1.
+# **Diffusion** uses $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$. The signal share $a_t$ falls from 1 to 0 over 1000
+# time steps. Sample and noise are independent. If $v$ is the mean square of the samples, the mean square of $x_t$ is $a_t v + 1
+# - a_t$. It moves from $v$ to 1.
 #
 # **Rectified flow** follows a straight line: $x_t = (1 - t)\,x_0 + t\, \varepsilon$.
 #
@@ -355,9 +355,9 @@ print(f"real digits: scatter "
 # This model trained for seconds. `course train dit-digits` takes minutes, and `course generate
 # runs/dit-digits/default --guidance 2` then draws digits that are recognized every time.
 #
-# > **Question.** Here a DiT-B/2 of 130 million parameters learns the same digits, enlarged, on an H200. Its samples come from
-# > a moving average of the weights with a factor of 0.999. Why are those of step 1000 noise, although the loss has
-# > fallen to a twentieth?
+# > **Question.** Here a DiT-B/2 of 130 million parameters learns the same digits, enlarged, on an H200. Its samples come from a
+# > moving average of the weights with a factor of 0.999. Why are the samples of step 1000 noise, although the loss has fallen
+# > to a twentieth?
 
 # %%
 with np.load(lab.recording("traces/dit_digits_samples.npz")) as drawn_later:
@@ -402,9 +402,9 @@ my_modulation = 20.0
 
 # %% exercise="dit-flops"
 def dit_flops(tokens: int, dim: int, hidden: int, depth: int, patch: int) -> int:
-    """Model FLOPs of one sample of DiT, forward and backward: matmuls alone, (m, k) by (k, n) has 2·m·k·n.
+    """Model FLOPs of one sample of DiT, forward and backward. Only matmuls count: (m, k) by (k, n) takes 2·m·k·n.
 
-    hidden: the MLP's width; patch: values of a patch, in and out; the time comes in as 256 waves.
+    hidden: the MLP's width. patch: the values of a patch, in and out. The time enters as 256 waves.
     """
     ### BEGIN SOLUTION
     maps = 2 * tokens * (4 * dim * dim + 2 * dim * hidden)              # qkv, out, up, down
@@ -479,10 +479,10 @@ print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9
 # | $2h/(s\,h\,l)$ | $2 \cdot h^2$ | the time's second layer | forward only; $6h$ is right |
 # | $2l/(s\,h\,l)$ | $2\,l\,h$ | nothing: no layer has $l\,h$ weights | a slip |
 #
-# So the authors meant **2h**, though without the backward pass. It hardly matters: the last term is less than a
-# thousandth of a percent of the sum. Both versions count the head's modulation $s$ times, which makes the total half a
-# percent too large, and both leave out a few small products. Test a formula against a counter, module by module, before
-# you report with it. This library's counts are tested so (`tests/planner/test_flops.py`).
+# So the authors meant **2h**, though without the backward pass. It hardly matters: the last term is less than a thousandth of a
+# percent of the sum. Both versions count the head's modulation $s$ times, which makes the total half a percent too large, and
+# both leave out a few small products. Test a formula against a counter, module by module, before you report with it. This
+# library tests its counts in this way (`tests/planner/test_flops.py`).
 #
 # > **Question.** With `train.recompute=full` the GPU executes about a third more FLOPs. Does MFU rise?
 #
@@ -655,7 +655,7 @@ equal = verify.main("dit-demo", ["model.depth=2", "parallel.cp=2", "train.steps=
 # | positions begin at 0 on each rank | the embedding counts the tokens that it sees |
 # | each rank draws its own noise and time | the generator's seed contains the rank |
 # | each rank draws the same noise for its half | equal seeds, but each rank asks for half the shape |
-# | attention to the own half alone | nobody told the attention kernel about cp |
+# | attention to its own half alone | the attention kernel knows nothing of cp |
 # | no gradient through gathered keys and values | `all_gather` of torch.distributed has none |
 # | gradients not averaged over cp | the code used the data-parallel group, without cp |
 # | the condition's gradients not averaged over cp | the same, for the parameters that see no tokens |
@@ -697,22 +697,22 @@ lab.picture(style.curves({bug: (windows, curve) for bug, curve in above.items()}
                          {"the smallest gap in the notes": min(gaps),
                           "and the largest": max(gaps)}),
             "Curves that begin at zero, and two level lines: the smallest and the "
-            "largest gap in the notes. Positions rise highest; the own half and the "
-            "same noise also stay above zero. Own noise and gradients that are not "
-            "averaged fall below zero")
+            "largest gap in the notes. Positions rise highest; a rank's own half and "
+            "the same noise also stay above zero. Own noise and gradients that are "
+            "not averaged fall below zero")
 
 # %% [markdown]
 # **What you should see.** (The two level lines show only the size of the gap in the notes. Their steps are steps of a far
 # larger model, so they have no place on this axis.)
 #
 # Three suspects leave a gap of this kind, which stays while the loss goes on falling: **positions that begin at 0**,
-# **attention to the own half alone**, and **the same noise on each rank**. In these the model lacks *information*: it
-# cannot see, or cannot tell apart, what would help it. More training does not replace this information.
+# **attention to its own half alone**, and **the same noise on each rank**. In these the model lacks *information*: it cannot
+# see, or cannot tell apart, what would help it. More training does not replace this information.
 #
-# The others do not fit. Gradients that are not averaged make the loss a little *lower* here: each rank's weights learn
-# their own half of the picture. The loss is lower and the model is broken, because its checkpoint holds the weights of
-# one rank. With its own noise and time on each rank the task is easier, since the other half may be cleaner. The
-# remaining two cost next to nothing in so short a training. Their loss curves do not show these bugs at all.
+# The others do not fit. Gradients that are not averaged make the loss a little *lower* here: each rank's weights learn their
+# own half of the picture. The loss is lower and the model is broken, because its checkpoint holds the weights of one rank. With
+# its own noise and time on each rank the task is easier, since the other half may be cleaner. The remaining two cost next to
+# nothing in such a short training run. Their loss curves do not show these bugs at all.
 #
 # > **Question.** What does this prove about the notes? What would you ask their authors for?
 #
@@ -743,8 +743,8 @@ for shake, words in ((0.0, "from fresh weights"), (0.1, "from shaken weights")):
         print("   ", bug)
 
 # %% [markdown]
-# > **Question.** From fresh weights, even attention to the own half goes unseen. Why? And why did `course verify` above
-# > train five steps?
+# > **Question.** From fresh weights, the first loss does not even show attention to a rank's own half. Why? And why did `course
+# > verify` above train five steps?
 #
 # <details><summary>Answer</summary>
 # adaLN-Zero: the gates and the output layer are zero, so nothing that the blocks compute reaches the loss. At first no
@@ -755,14 +755,14 @@ for shake, words in ((0.0, "from fresh weights"), (0.1, "from shaken weights")):
 #
 # ## Does it train the same in FP8?
 #
-# FP8 rounds more than bf16, so a small difference of losses is no bug. You need a test for whole curves. "Our FP8 curve
-# follows bf16's" is easy to say: on a slide any two curves lie on each other. What would convince you?
+# FP8 rounds more than bf16, so a small difference of losses is no bug. You need a test for whole curves. "Our FP8 curve follows
+# bf16's" is easy to say: on a slide, any two curves seem to coincide. What would convince you?
 #
 # - The **same start**: both runs have the same weights, batches, noise and times. Only the number format differs.
 # - **Windows**: the loss of one step depends mostly on its times and its noise. Compare means of many steps.
-# - A **yardstick**: bf16 with another seed differs from itself. FP8 should change less than that.
-# - A **bound** that you state beforehand, and a **control**: a method that is known to be bad and must fail. Ours is FP8
-#   with **frozen** scales, which stay those of the first step.
+# - A **yardstick**: two bf16 runs with different seeds differ. FP8 should change less than that.
+# - A **bound** that you state beforehand, and a **control**: a method that is known to be bad and must fail. Ours is FP8 with
+#   **frozen** scales: it keeps those of the first step.
 #
 # > **Question.** Why compare FP8 with the bf16 run of the *same* seed, and not with the mean of several?
 #
@@ -800,10 +800,10 @@ candidates = {"FP8, delayed": emulated.losses(STEPS, "precision=fp8"),
 
 # %% exercise="agrees"
 def agrees(candidate: Tensor, references: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(gap, spread, whether the candidate agrees): its losses (steps,) beside those of several seeds (seeds, steps).
+    """(gap, spread, whether the candidate agrees), from its losses (steps,) and those of several seeds (seeds, steps).
 
-    Means of `length` losses each. gap: how far the candidate is from the first reference, which has its seed; spread: the
-    standard deviation over the seeds; both relative to the first reference, and then the mean over the windows.
+    A window is the mean of `length` losses. gap: how far the candidate is from the first reference, which has its seed.
+    spread: the standard deviation over the seeds. Both are relative to the first reference, then averaged over the windows.
     """
     ### BEGIN SOLUTION
     means = references.unfold(1, length, length).mean(2)                # (seeds, windows)
@@ -852,10 +852,10 @@ lab.picture(figures_dit.curves_beside_seeds(
 # ## Open task: a diagnosis
 #
 # *Optional, about 50 minutes. Nothing later needs it.* A colleague's training has one fault, or none. You cannot see its code
-# or its weights, and each step costs money. Which fault is it? Write a function that decides. Ours has about 30 lines.
+# or its weights, and each step costs money. Which fault is it? Write a function that decides. Our solution has about 30 lines.
 #
-# The training is a DiT with one block in FP8, rectified flow, plain gradient descent with rate 0.5, and an average of the
-# weights with decay 0.5. *All* linear maps are in FP8, with delayed scales of the last step's amax. The output layer and all
+# The training is a DiT with one block in FP8 and rectified flow. It uses plain gradient descent with rate 0.5, and averages the
+# weights with decay 0.5. *All* linear maps are in FP8, with delayed scales from the last step's amax. The output layer and all
 # modulations start at zero; the other weights are random and different in each training.
 #
 # **Contract**
@@ -864,8 +864,8 @@ lab.picture(figures_dit.curves_beside_seeds(
 #   `run`. Each call of `run` is one step of gradient descent.
 # - `run(latent, noise, time, label)` takes float64 latents and noise (B, 4, 4, 4), times (B,) from 0 to 1000 and labels (B,)
 #   from 0 to 4. You choose all of them, so you choose the target, `noise - latent`. No label is dropped.
-# - It returns `prediction`, the model's before this step, and `average`, that of the averaged weights: (B, 4, 4, 4). And it
-#   returns `gradient` (4,), the norm of the gradient of the last linear map's weight, for each output channel.
+# - It returns a dict. `prediction`, (B, 4, 4, 4), is the model's prediction before this step, and `average` is that of the
+#   averaged weights. `gradient`, (4,), is the norm of the gradient of the last linear map's weight, for each output channel.
 #
 # | name | what is wrong |
 # |---|---|
@@ -874,7 +874,7 @@ lab.picture(figures_dit.curves_beside_seeds(
 # | `class dropped` | the model always gets the label *unknown* |
 # | `time dropped` | the model always gets the time 0 |
 # | `schedule shifted` | the noise is added for a later time than the model gets, by 50 to 150 |
-# | `average frozen` | the averaged weights stay the first ones |
+# | `average frozen` | the averaged weights never change |
 # | `scales frozen` | FP8 keeps the scales that the first step gave it |
 # | `gradients in e4m3` | gradients are cast to E4M3 instead of E5M2 |
 #
@@ -969,13 +969,12 @@ for model, about in lab.results("alignment_h200")["models"].items():
                 f"band, bf16's seeds, "
                 f"{100 * float(spread):.2g}% in the mean")
 
-# %% [markdown]
-# In the mean over its windows, every recipe stays within the spread. The control does not: DiT with frozen scales is off by
-# {result: frozen_256 | .0f}% on 256 pixels and by {result: frozen_512 | .0f}% on 512. GPT 1.3B averages 8192 tokens a
-# step, so its test is sharp. Another attention kernel makes {result: gpt_kernel_gap | .2f}%, FP8
-# {result: min(gpt_fp8_gaps) | .1f} to {result: max(gpt_fp8_gaps) | .1f}%, another seed at least
-# {result: gpt_seed_gap | .1f}%. DiT on 512 pixels takes 16 images a step, and its seeds spread by
-# {result: spread_512 | .0%}: a fault of ten percent would pass.
+# %% [markdown] In the mean over its windows, every recipe stays within the spread. The control does not: DiT with frozen scales
+# is off by {result: frozen_256 | .0f}% on 256 pixels and by {result: frozen_512 | .0f}% on 512. GPT 1.3B averages 8192 tokens a
+# step, so its test is sharp. Another attention kernel changes the loss by {result: gpt_kernel_gap | .2f}%, FP8 by
+# {result: min(gpt_fp8_gaps) | .1f} to {result: max(gpt_fp8_gaps) | .1f}%, another seed by at least
+# {result: gpt_seed_gap | .1f}%. DiT on 512 pixels takes 16 images a step, and its seeds spread by {result: spread_512 | .0%}: a
+# fault of ten percent would pass.
 #
 # GPT 1.3B with frozen scales is off by only {result: gpt_frozen_gap | .1f}%. In GPT only biases start at zero, so its
 # first gradients have the size of later ones. When a test passes, ask what would make it fail.

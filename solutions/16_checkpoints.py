@@ -24,8 +24,8 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | half a minute on two cores, half of it in checks |
-# | you write | what boxes share (6 lines), a tensor from pieces (6), a save (8), a converter (9); optional: another (50) |
-# | you measure | equality, bit for bit, after each; memory while resharding; a loss curve in another library |
+# | you write | what boxes share (6 lines), a tensor from pieces (6), a save (8), a converter (9); optional: a second one (50) |
+# | you measure | bitwise equality after each exercise; memory while resharding; a loss curve in another library |
 #
 # Do [lesson 10](10_tensor_parallel.ipynb) (how tensor parallelism cuts heads) and [lesson 13](13_memory.ipynb) (ZeRO-1)
 # first. Work in a copy: *File → Save Notebook As…*, `16_checkpoints_mine.ipynb`.
@@ -130,7 +130,7 @@ print(*(f"{file.stat().st_size:>8,} bytes  {file.name}"
 # can compare the losses:
 #
 # 1. with the **weights** alone: what people share as "the model";
-# 2. with the weights and **Adam's states**, but with the step count, and so the learning rate, from the start;
+# 2. with the weights and **Adam's states**, but the step count and the learning rate start over;
 # 3. with **everything** in the checkpoint.
 #
 # > **Predict.** Which of the three reproduce the losses of the uninterrupted run? How much too high is the loss of the
@@ -267,8 +267,8 @@ print("they are", *wrong)
 # ## One logical format
 #
 # The remedy: write down *what a piece is*, not *who wrote it*. In this library's checkpoints, `index.json` lists each logical
-# tensor under its name in the **serial** model, with its whole shape and its pieces. For each piece, it says which **box** of
-# the tensor that piece is: for each dim, the first row and one past the last. Here two layouts write the same tensor:
+# tensor under its name in the **serial** model, with its whole shape and its pieces. For each piece, it gives the **box** of
+# the tensor that the piece holds: for each dim, the first index and one past the last. Here two layouts write the same tensor:
 
 # %%
 def saved_by(*layout: str) -> Path:
@@ -348,7 +348,7 @@ check("box-overlap")
 
 # %% exercise="put-together"
 def put_together(pieces: list[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
-    """The part `wanted` of a tensor that lies in pieces: of each its box, and `read(slices)`, which reads a part of it."""
+    """Assemble the box `wanted` of a tensor. Each piece is its box and `read(slices)`, which reads a part of the piece."""
     ### BEGIN SOLUTION
     made = torch.empty([last - begin for begin, last in wanted], dtype=dtype)
     for box, read in pieces:
@@ -435,9 +435,9 @@ print("on four", *(f"{loss:.12f}" for loss in on_four))
 lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 
 # %% [markdown]
-# About fifteen (16 means all): the rest comes from the order of additions. Users of large frameworks ask whether the
-# difference between tp=1 and tp=8 is acceptable or a silent bug. This is how you find out. Load **one logical checkpoint**
-# into both layouts, take a step in float64, and compare there. A bug then shows in the third digit, not in the fifteenth.
+# About fifteen (16 means that all agree): the rest comes from the order of additions. Users of large frameworks ask whether the
+# difference between tp=1 and tp=8 is acceptable or a silent bug. This is how you find out. Load **one logical checkpoint** into
+# both layouts, take a step in float64, and compare there. A bug then shows in the third digit, not in the fifteenth.
 #
 # ## Memory: one tensor at a time
 #
@@ -472,7 +472,7 @@ lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
 lab.show("course.checkpoint.safetensors_writer.stream")
 
 # %% [markdown]
-# > **Question.** A `.pt` file is a pickle. Nothing here writes one, and it reads those of other libraries with
+# > **Question.** A `.pt` file is a pickle. This library never writes one, and it reads other libraries' `.pt` files with
 # > `weights_only=True, mmap=True`. Give two reasons.
 #
 # <details><summary>Answer</summary>
@@ -529,8 +529,8 @@ def damaged(how: str) -> bool:
 
 
 plain, safe = (sum(damaged(how) for _ in range(10)) for how in ("plain", "atomic"))
-print(f"damaged of 10, opened and written: {plain} (you said {my_plain})")
-print(f"damaged of 10, written under another name and renamed: {safe} (you "
+print(f"opened and written: {plain} of 10 damaged (you said {my_plain})")
+print(f"written under another name and renamed: {safe} of 10 damaged (you "
       f"said {my_atomic})")
 
 # %% [markdown]
@@ -559,7 +559,7 @@ print(f"damaged of 10, written under another name and renamed: {safe} (you "
 
 # %% exercise="publish"
 def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
-    """Write the files of a checkpoint to the folder `name`, and remove the folder `old`, such that a crash loses nothing."""
+    """Write the files of a checkpoint to the folder `name`, and remove the folder `old`, so that no crash loses both."""
     ### BEGIN SOLUTION
     beside = f"{name}.tmp"
     for file in files:
@@ -577,7 +577,7 @@ check("publish")
 # %% [markdown]
 # The library does the same with many ranks. Each rank writes its file into the hidden folder. Rank 0 waits for all, writes
 # `index.json` with the checksum of each file, and renames. A reader that finds a wrong checksum reports that checkpoint and
-# takes the previous one.
+# uses the previous one.
 
 # %%
 lab.show("course.checkpoint.checkpoint.publish")
@@ -624,9 +624,9 @@ print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x)
 # layer has an amax history and scales that follow from it. They are stored in `_extra_state`, a *pickle*, which recent
 # versions refuse to load. A converter drops it. Without a history, Transformer Engine's scales are 1.
 #
-# > **Predict.** What happens at scale 1? Take the gradients at the output of one projection, in a batch of 256 tokens. A
-# > mean loss divides by the number of tokens, so in a usual batch of 500,000 tokens they are smaller. E5M2's smallest number
-# > is 2⁻¹⁶. What share of the gradients becomes zero in each case?
+# > **Predict.** What happens at scale 1? Take the gradients at the output of one projection, in a batch of 256 tokens. A mean
+# > loss divides by the number of tokens, so in a usual batch of 500,000 tokens they are smaller. E5M2's smallest positive
+# > number is 2⁻¹⁶. What share of the gradients becomes zero in each case?
 
 # %%
 my_lost_small = 0.1              # your predictions
@@ -700,7 +700,7 @@ for name, own in in_fp8.scaling.state().items():
 # ### Their attention and ours
 #
 # What does a converter do inside? Here is an attention layer as another library might write it. It computes the same as ours,
-# but its names differ. It computes x W where ours computes x W′. And the rows of its fused projection go **head by head**:
+# but its names differ. It computes x W where ours computes x Wᵀ. And the rows of its fused projection go **head by head**:
 #
 # | theirs | shape there | ours | shape here |
 # |---|---|---|---|
@@ -748,11 +748,12 @@ class TheirAttention(nn.Module):
 # %% [markdown]
 # ## Exercise: there and back
 #
-# Write both directions, with the tensors by name as in the table. Beware: two of the easy mistakes here fit every shape.
+# Write both directions. Both take and return dicts of tensors, with the names of the table. Beware: two of the easy mistakes
+# here fit every shape.
 
 # %% exercise="translate"
 def to_ours(theirs: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The other library's attention as ours: see the table."""
+    """Convert the other library's attention to ours; see the table."""
     ### BEGIN SOLUTION
     def by_part(x: Tensor) -> Tensor:                # head by head -> queries, keys, values
         return x.view(heads, 3, len(x) // heads // 3, *x.shape[1:]).movedim(1, 0).reshape(x.shape)
@@ -764,7 +765,7 @@ def to_ours(theirs: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 def to_theirs(ours: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Our attention as the other library's: `to_ours` undone."""
+    """Convert our attention to the other library's: the inverse of `to_ours`."""
     ### BEGIN SOLUTION
     def by_head(x: Tensor) -> Tensor:                # queries, keys, values -> head by head
         return x.view(3, heads, len(x) // heads // 3, *x.shape[1:]).movedim(1, 0).reshape(x.shape)
@@ -791,7 +792,7 @@ lab.show("course.convert.transformer_engine.table")
 # neither is. Train three times on the same batches:
 #
 # 1. our GPT;
-# 2. our GPT with *their* attention in every block, as its constructor makes it;
+# 2. our GPT with *their* attention in every block, as its constructor initializes it;
 # 3. our GPT with their attention and **our weights, converted by you**.
 #
 # > **Predict.** How much does the second curve differ from the first in 80 steps? And the third?
@@ -851,8 +852,8 @@ for name, mine in (("theirs", my_difference), ("theirs, our weights", my_convert
 # the model. You cannot see the library's code, and the tensors' names say nothing. Convert the checkpoint. Our solution has
 # 50 lines.
 #
-# The model is a small Llama, which our GPT can be: RMSNorm, SwiGLU, rotary positions, no biases. `c` is its configuration. This
-# is how our GPT computes its logits. It asks for each weight when it needs it:
+# The model is a small Llama. Our GPT can represent it: RMSNorm, SwiGLU, rotary positions, no biases. `c` is its configuration.
+# This is how our GPT computes its logits. It asks for each weight when it needs it:
 
 # %%
 from course.lab.exercises.lesson16_open_task import logits  # noqa: F401
@@ -871,7 +872,7 @@ with foreign_model.ForeignModels([(7, 0, False, 6)]) as models:
 # **Contract**
 #
 # - `convert_foreign(checkpoint, run, c)` returns a dict with the serial names of `build_model(c).state_dict()`. Each tensor has
-#   our shape and keeps the format that it has in the files. Our GPT then gives the model's logits.
+#   our shape and keeps its dtype from the files. With these weights our GPT computes the model's logits.
 # - `checkpoint.index` says which file has a tensor. `checkpoint.shapes(file)` has the shapes in a file, and
 #   `checkpoint.read(file, name)` reads a tensor. A file may also hold tensors that an earlier save left behind.
 # - `run(tokens)` takes one text, (T,) int64, and returns the model's logits, (T, V) float64.
@@ -886,7 +887,7 @@ with foreign_model.ForeignModels([(7, 0, False, 6)]) as models:
 # | gates and values of the MLP | fused in any order, or two matrices |
 # | rotary positions | rotate elements i and i + d/2 of a head, as ours do; or 2i and 2i + 1 |
 # | head | a matrix of its own, or the embedding |
-# | besides | buffers that our GPT does not have |
+# | also | buffers that our GPT does not have |
 #
 # **Levels.** The check has four models or more. Each level counts by itself, once the first is reached:
 #
@@ -910,7 +911,7 @@ check("convert-foreign")
 # - A checkpoint holds everything that changes from step to step. With the weights alone, the loss jumps.
 # - A file should say *what it holds*, boxes of logical tensors. Then any layout reads it, one tensor in memory at a time.
 # - Write under another name, flush, rename, flush. A reader that finds the name finds a whole checkpoint.
-# - Tensors that fit every shape may still be wrong. Compare *outputs*, and start two libraries from the same weights.
+# - Tensors of the right shape may still be wrong. Compare *outputs*, and start two libraries from the same weights.
 # - Converted weights come without FP8 scales. One forward and backward pass rebuilds them.
 #
 # ## Questions

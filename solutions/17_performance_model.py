@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 17 · A performance model
 #
-# A training run of a large model takes weeks on hundreds of GPUs. Nobody finds its layout by trial. There are thousands of ways
-# to cut a model over 64 GPUs, and most run out of memory. So engineers **compute before they launch**. They count FLOPs, bytes
-# and messages, and divide each by the rate that the hardware really reaches. In this lesson you write such a model piece by
-# piece.
+# A training run of a large model takes weeks on hundreds of GPUs. Nobody finds a good layout by trial and error. There are
+# thousands of ways to cut a model over 64 GPUs, and most run out of memory. So engineers **compute before they launch**. They
+# count FLOPs, bytes and messages, and divide each by the rate that the hardware really reaches. In this lesson you write such a
+# model piece by piece.
 #
 # **What you will learn**
 #
@@ -184,8 +184,8 @@ h200 = hardware.load("h200")
 # every pair of tokens; T tokens take 4·T²·D FLOPs for both. The backward pass has four such products, and one more: fused
 # attention does not keep the scores, so it computes them *again*. With a causal mask the kernel skips half of everything.
 #
-# > **Predict.** Attention grows with T², linear maps with T. GPT 1.3B has D = 2048, M = 4·D and a causal mask. From which
-# > number of tokens on does attention execute more FLOPs than the linear maps?
+# > **Predict.** Attention grows with T², linear maps with T. GPT 1.3B has D = 2048, M = 4·D and a causal mask. From how many
+# > tokens on does attention execute more FLOPs than the linear maps?
 
 # %%
 my_crossover = 8192              # your prediction, in tokens
@@ -201,7 +201,7 @@ def block_flops(tokens: int, dim: int, hidden: int, kv_dim: int, causal: bool) -
     """FLOPs that a step executes for one sample in one block: (linear maps, attention), forward and backward.
 
     Queries have `dim` features, keys and values `kv_dim` each. Fused attention computes its scores again in the backward pass,
-    and with a causal mask half of everything.
+    and with a causal mask only half of everything.
     """
     ### BEGIN SOLUTION
     per_token = 2 * dim * dim + 2 * dim * kv_dim + 2 * dim * hidden
@@ -273,7 +273,7 @@ lab.beside("a step of GPT 350M", my_350m, row["ms"], "ms", "recorded")
 # **One: matmuls do not reach the peak.** Large ones sustain {result: large_matmul / peak | .0%} of it. At the full rate the
 # chip would exceed its power limit, so it lowers its clock. Small ones do not fill its 132 multiprocessors.
 #
-# > **Predict.** Which percentage of the peak does the product of two 1024 × 1024 matrices reach?
+# > **Predict.** What percentage of the peak does the product of two 1024 × 1024 matrices reach?
 
 # %%
 my_small_percent = 50.0          # your prediction
@@ -341,8 +341,8 @@ for kind, part in kernel_efficiency.MEMORY.items():
 # of their outputs. The next linear map gathers these outputs. It does not keep the gathered tensor, but gathers it again in the
 # backward pass.
 #
-# > **Predict.** GPT 7B (D = 4096, M = 4·D), tp = 8. How many times fewer bytes does a block keep with sequence parallelism than
-# > without?
+# > **Predict.** GPT 7B (D = 4096, M = 4·D), tp = 8. By what factor does sequence parallelism reduce the bytes that a block
+# > keeps?
 
 # %%
 my_times_fewer = 8.0             # your prediction
@@ -354,7 +354,7 @@ my_times_fewer = 8.0             # your prediction
 
 # %% exercise="activation-bytes"
 def activation_bytes(tokens: int, dim: int, hidden: int, tp: int, sp: bool) -> float:
-    """Bytes that one eager block in bf16 keeps for backward on a rank, of so many tokens, cut over tp ranks; sp: norms too.
+    """Bytes that one eager bf16 block, cut over tp ranks, keeps for backward on one rank; sp: with sequence parallelism.
 
     Norms' inputs are float32. With sequence parallelism the linears gather their input again in the backward pass.
     """
@@ -443,7 +443,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 
 # %% exercise="all-reduce-seconds"
 def all_reduce_seconds(size: float, ranks: int, latency: float, bandwidth: float) -> float:
-    """Seconds of a ring all-reduce of `size` bytes: its steps one after another, each `latency` and the bytes of a piece."""
+    """Seconds of a ring all-reduce of `size` bytes: its steps in turn, each `latency` and the time of a piece."""
     ### BEGIN SOLUTION
     piece = size / ranks
     return 2 * (ranks - 1) * (latency + piece / bandwidth)
@@ -575,7 +575,7 @@ lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 def pipeline_seconds(stages: Sequence[float], micros: int, chunks: int) -> float:
     """Seconds of a step of a pipeline: `stages` are the ranks' seconds for one micro-batch, forward and backward.
 
-    The slowest rank does all its micro-batches, and waits once for the others: less with `chunks` on each rank.
+    The slowest rank runs all its micro-batches, and waits once for the others, less with `chunks` on each rank.
     """
     ### BEGIN SOLUTION
     *others, slowest = sorted(stages)
@@ -655,11 +655,11 @@ for step in off[:8]:
 # **What you should see:** a small median, and a tail with reasons.
 #
 # - *Context parallelism, 16k tokens on four ranks:* the kernels are so short that the GPU waits for the host.
-# - *Read by the training process:* the step waits for files. Without a loader, the model takes data as free.
+# - *Read by the training process:* the step waits for files. Without a loader, the model treats data as free.
 # - *Steps of a few milliseconds:* their kernels are so small that bytes over bandwidth no longer describes them.
 # - *The ViT on four tensor-parallel ranks:* they cannot share its 4050 tokens evenly. No term counts the copies that this
 #   needs.
-# - *PyTorch's DDP, compiled:* it cuts the graph at every bucket, which no term knows.
+# - *PyTorch's DDP, compiled:* it cuts the graph at every bucket, and no term accounts for that.
 #
 # All of these are *overheads*: what a model leaves out makes its prediction too short. The uncompiled ViT with one sample is
 # predicted too long. It waits for its host; the model assumes a median host, and this one was faster.
@@ -668,7 +668,7 @@ for step in off[:8]:
 #
 # The authors of the model knew all these steps. A model is worth what it says about configurations that its authors have never
 # seen. So they drew thirty by seed, over all axes on 1, 2 and 4 GPUs, and committed the list *before* they measured any
-# (`course/bench/results/heldout.json`). The errors of this list improved the model, so it no longer was held out. They repeated
+# (`course/bench/results/heldout.json`). The errors of this list improved the model, so it was no longer held out. They repeated
 # this with a second list (`heldout_2.json`) and a third (`heldout_3.json`). Chance draws odd configurations: TF32 with tensor
 # parallelism, uncompiled pipelines, recomputation that nobody needs.
 #
@@ -711,18 +711,17 @@ print(f"their memory: median error {statistics.median(apart):.1%}, worst "
 for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
     print(f"    {error:+4.0%}  {words}")
 
-# %% [markdown]
-# **What you should see:** on one GPU all predictions are within {result: max(map(abs, held(3, 1))) | .0%}. On two GPUs the
-# median error is {result: half_off(held(3, 2)) | .0%}, and almost every prediction is too short. What one GPU does alone,
-# kernel after kernel, is arithmetic. What two do *together* is not: they wait for each other's hosts, and a collective beside a
-# matmul slows both. The third list improved the model, and a fourth followed. Its median error is
+# %% [markdown] **What you should see:** on one GPU all predictions are within {result: max(map(abs, held(3, 1))) | .0%}. On two
+# GPUs the median error is {result: half_off(held(3, 2)) | .0%}, and almost every prediction is too short. What one GPU does
+# alone, kernel after kernel, is arithmetic. What two do *together* is not: they wait for each other's hosts, and a collective
+# beside a matmul slows both. The third list improved the model, and a fourth followed. Its median error is
 # {result: half_off(fourth[1]) | .0%} on one GPU, {result: half_off(fourth[2]) | .0%} on two and
 # {result: half_off(fourth[4]) | .0%} on four. Its worst prediction is {result: -min(map(min, fourth.values())) | .0%} too
-# short. Most of the worst wait for their host.
+# short. Most of the worst cases wait for their host.
 #
-# Hosts differ, too. On machines of one make the same small PyTorch step took {result: min(plain_steps) | .1f} to
-# {result: max(plain_steps) | .1f} ms. A GPU's speed is a number; a host's is a wide distribution. If a step waits for its host,
-# do not refine the formula. Launch fewer kernels (`graphs=true`), or put more work into each.
+# Hosts differ, too. On machines of the same type, one small PyTorch step took {result: min(plain_steps) | .1f} to {result:
+# max(plain_steps) | .1f} ms. A GPU's speed is a number; a host's is a wide distribution. If a step waits for its host, do not
+# refine the formula. Launch fewer kernels (`graphs=true`), or put more work into each.
 #
 # Large errors also find bugs. A GPT in TF32 took {result: tf32_gb | .0f} GB instead of {result: tf32_predicted_gb | .0f}: in
 # float32 PyTorch has no fused attention for grouped heads, so it kept every score. Another step was slow because
@@ -783,9 +782,9 @@ for case in far:
 # ## The planner
 #
 # You can ask a model that takes a millisecond about every layout. `course plan` tries all ways to write 64 GPUs as pp × dp × cp
-# × tp, with all micro-batches, recomputation, sequence parallelism, ZeRO-1 and rank orders. It drops what the library refuses
-# and what does not fit, and sorts the rest by time. In a terminal: `course plan gpt-7b --gpus 64 --hardware h100-80
-# compile=true stream=narrow`. The cell below calls the same function.
+# × tp. For each it tries all micro-batches and rank orders, with and without recomputation, sequence parallelism and ZeRO-1. It
+# drops what the library refuses and what does not fit, and sorts the rest by time. In a terminal: `course plan gpt-7b --gpus 64
+# --hardware h100-80 compile=true stream=narrow`. The cell below calls the same function.
 #
 # > **Predict.** GPT 7B, 1024 samples of 2048 tokens in a batch, on 64 H100s with 80 GB, 8 in a node. Which tp and pp will be
 # > the fastest (dp is what remains), and what will the MFU be?
@@ -893,9 +892,9 @@ for name, run in runs.items():
 # ## Exercise: the seconds of a step
 #
 # Use your functions. Keys and values have the full width, activations are bf16, and nothing overlaps. So all times add up,
-# except what the ranks of a pipeline do side by side. Decide three things about each term. Does it belong to one sample, or to
-# the whole micro-batch? Does tp cut it, or does every rank have all of it? Does it occur once per block, per micro-batch or per
-# step?
+# except those of pipeline ranks that work side by side. Decide three things about each term. Does it belong to one sample, or
+# to the whole micro-batch? Does tp cut it, or does every rank have all of it? Does it occur once per block, per micro-batch or
+# per step?
 #
 # - A rank **computes** at two rates, **moves** bytes to and from its memory, and **sends**. Lesson 10 says which messages a
 #   block needs, forward and backward, and of which tensor.
@@ -952,9 +951,9 @@ print({name: round(ms) for name, ms in my_ms.items()})
 recorded_runs.compare_predictions(my_ms)
 
 # %% [markdown]
-# "Half of the data sheet", which the cell above starts with, is a popular rule. Its steps are much too long. Now take this
-# lesson's rates: 670 TFLOP/s for matmuls, attention's at these numbers of tokens, memory's for compiled or PyTorch's kernels,
-# and a link's at these sizes.
+# "Half of the data sheet", which the cell above starts with, is a popular rule. The steps that it predicts are much too long.
+# Now take this lesson's rates: 670 TFLOP/s for matmuls, attention's at these numbers of tokens, memory's for compiled or
+# PyTorch's kernels, and a link's at these sizes.
 
 # %%
 told = {"one GPU": Rates(matmul=670e12, attention=440e12, memory=2.6e12, latency=2e-6,
@@ -1003,7 +1002,7 @@ slider = widgets.explore(performance_model.explore_step, start=performance_model
 # %% [markdown]
 # <details><summary>Answers</summary>
 # (1) They are about equal: {result: rate_zero | .0f} samples/s with ZeRO-1, {result: rate_whole | .0f} without. dp has more
-# gradients than one sample can hide, and tp waits for its messages. With ZeRO-1 both wait for the host (grey). (2) Within
+# gradients than one sample can hide, and tp waits for its messages. With ZeRO-1 both wait for the host (gray). (2) Within
 # {result: tensor_error | .0%}. (3) {result: tokens_none | ,} tokens; with <code>recompute</code> selective
 # {result: tokens_selective | ,}, full {result: tokens_full | ,}.
 # </details>
@@ -1011,8 +1010,8 @@ slider = widgets.explore(performance_model.explore_step, start=performance_model
 # ## Open task: plan for an unknown machine
 #
 # *Optional, about 50 minutes. Nothing later needs it.* You get a new machine. Nobody knows what its kernels and links reach,
-# and each measurement is a real run that costs GPU-hours. Find the fastest layout of a model with few measurements. Ours has
-# about 20 lines.
+# and each measurement is a real run that costs GPU-hours. Find the fastest layout of a model with few measurements. Our
+# solution has about 20 lines.
 #
 # `layouts(model, machine)` lists all layouts. `needs` gives a layout's bytes, and is exact. `seconds` gives its time **if** you
 # know the five speeds: it is your sum from this lesson, with the data-parallel all-reduce added. Both are free to call.
@@ -1036,9 +1035,10 @@ print(seconds(model, machine, fitting[0], Speeds(6e14, 4e14, 2.5e12, 3e11, 4e10)
 # **Contract**
 #
 # - `plan_layout(model, machine, measure)` returns a layout that fits and is within 3% of the fastest, or `None` if none fits.
-# - `measure(layout)` returns the seconds of a step on this machine. If the layout does not fit, that is infinite. It counts.
-# - A machine's time is exactly what `seconds` says at its speeds, but its speeds are hidden: they differ from machine to machine
-#   by factors of 4 to 50.
+# - `measure(layout)` returns the seconds of a step on this machine. If the layout does not fit, it returns infinity. Such a
+#   call counts too.
+# - A machine's time is exactly what `seconds` says at its speeds. The speeds are hidden, and differ from machine to machine by
+#   factors of 4 to 50.
 #
 # **Levels.** The check has six machines or more; one has too little memory. Each level counts by itself, once the first is
 # reached:

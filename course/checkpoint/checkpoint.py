@@ -127,7 +127,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, 
 
 
 def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:
-    """Join the ranks' entries to the index and give the folder its name, if all of every tensor is there once (`Misplaced`)."""
+    """Write the index from the ranks' entries, and rename the folder. Raises `Misplaced` if a tensor has a gap or an overlap."""
     tensors = merge_entries(entry["tensors"] for entry in entries)
     check_whole(tensors)
     index = {"format": FORMAT, "state": state, "config": config, "tensors": tensors,

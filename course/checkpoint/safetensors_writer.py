@@ -19,9 +19,9 @@ CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 
 
 def stream(file: Path, heads: list[Head], tensors: Iterable[Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write a file of the tensors that `heads` announce; one of them is copied to the host and written, then the next.
+    """Write a file of the tensors that `heads` announce: copy one to the host, write it, then take the next.
 
-    about: words that go into the header.
+    about: metadata for the header.
     """
     header: dict[str, object] = {"__metadata__": dict(about)} if about else {}
     end = 0
@@ -29,7 +29,7 @@ def stream(file: Path, heads: list[Head], tensors: Iterable[Tensor], about: Mapp
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)                  # so that the numbers begin where their format wants them
+    text += b" " * (-len(text) % 8)                  # so that the numbers are aligned
     with open(file, "wb") as out:
         out.write(struct.pack("<Q", len(text)))
         out.write(text)

@@ -263,9 +263,9 @@ def delayed(settings: Config) -> bool:
 def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tensor]:
     """The amax histories that the run's first step would note, by the name of each FP8 matmul, from one pass without an update.
 
-    Forward is not enough: gradients have scales too, and without a history theirs would be 1, at which a mean loss's gradients
-    vanish below E5M2's smallest number. The pass is the first global batch of the run's data, or the model's random example
-    where that is not there. As in every first step, what has no scale yet multiplies in bf16: so what is noted is exact.
+    Forward is not enough: gradients have scales too. Without a history these would be 1, and a mean loss's gradients would
+    vanish below E5M2's smallest number. The pass takes the first global batch of the run's data, or the model's random example
+    if there are no data. As in every first step, matmuls without scales run in bf16, so the recorded amaxes are exact.
     """
     alone = everyone.size == 1
     layout = replace(settings.parallel, pp=1, dp=1, cp=1, tp=1, sp=False, zero=0, chunks=1, schedule="1f1b") if alone else \

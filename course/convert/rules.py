@@ -23,7 +23,7 @@ Parts = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How one of our tensors follows from theirs, and the other way round; the first argument is our model's configuration."""
+    """How one of our tensors follows from theirs, and the other way around; the first argument is our model's configuration."""
 
     ours: Callable[[Any, Parts], Tensor]
     theirs: Callable[[Any, Tensor], Parts]

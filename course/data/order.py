@@ -16,7 +16,7 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def samples_at(seed: int, n: int, start: int, stop: int) -> np.ndarray:
-    """Samples `start` to `stop - 1` of the endless stream of shuffled epochs, (stop - start,) int64."""
+    """Samples `start` to `stop - 1` of the endless sequence of shuffled epochs, (stop - start,) int64."""
     parts = []
     while start < stop:
         epoch, offset = divmod(start, n)

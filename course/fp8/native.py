@@ -80,11 +80,11 @@ def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bo
 
 
 def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` in plain tensor operations: what the kernel is compared with, bit for bit."""
+    """`quantize` in plain tensor operations. Tests compare the kernel with it, bit for bit."""
     if note:
         amax.copy_(torch.maximum(amax, amax_of(x)))
     scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    cut = scaled.clamp(-LARGEST[kind], LARGEST[kind])                       # casts differ in what they make of larger ones
+    cut = scaled.clamp(-LARGEST[kind], LARGEST[kind])                       # casts treat larger numbers differently
     q = cut.where(scaled.isfinite(), torch.nan).to(kind)                    # an infinity must not pass for a number
     if not both:
         return q, q.new_empty(0)
@@ -153,7 +153,7 @@ class CastSpec:
 
 
 class FP8Linear(Function):
-    """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). The slots, scale, inverse and amax of each role, are None if current."""
+    """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). slots: scale, inverse, amax of each role; None if current."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, gathered: Tensor | None,
@@ -166,7 +166,7 @@ class FP8Linear(Function):
             assert slots[4] is not None
             w8, inverse_w = gathered, slots[4]
         ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w, gathered)
-        ctx.slot = slots[6:9]                       # not saved as a result of this pass: other passes change its amax meanwhile
+        ctx.slot = slots[6:9]                       # not by save_for_backward: other passes change its amax meanwhile
         ctx.spec, ctx.dtypes = spec, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return multiply(x8, w8.t(), inverse_x, inverse_w, spec.out, bias, fast=True)    # (M, N)
 

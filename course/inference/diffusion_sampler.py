@@ -112,9 +112,9 @@ def predictor(model: DiT, labels: Tensor, precision: str) -> Predictor:
 
 
 def guided(model: DiT, labels: Tensor, scale: float, channels: int = 0, precision: str = "fp32") -> Predictor:
-    """Lead away from what the model says where the class is unknown: unknown + scale · (known - unknown).
+    """Lead away from the prediction for the unknown class: unknown + scale · (known - unknown).
 
-    Both go through the model as the halves of one batch. channels: only the first so many (0: all); the others are as known.
+    Both go through the model as the halves of one batch. channels: guide only the first ones, this many (0: all).
     """
     if scale == 1:
         return predictor(model, labels, precision)

@@ -53,12 +53,12 @@ def signal_variance(device: torch.device) -> Tensor:
 
 
 def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-    """Each sample as it is at its time: (B, ...), (B, ...) and (B,) int64 -> (B, ...)."""
+    """Each sample with the noise of its time: (B, ...), (B, ...) and (B,) int64 -> (B, ...)."""
     a = signal_variance(time.device)[time].view(-1, *[1] * (clean.dim() - 1))           # (B, 1, ...)
     return a.sqrt().to(clean.dtype) * clean + (1 - a).sqrt().to(clean.dtype) * noise
 
 
 def interpolate(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-    """Each sample on its way to the noise, where it is at time/STEPS: (B, ...), (B, ...) and (B,) -> (B, ...)."""
+    """Each sample on the line to its noise, at time / STEPS: (B, ...), (B, ...) and (B,) -> (B, ...)."""
     t = (time.to(clean.dtype) / STEPS).view(-1, *[1] * (clean.dim() - 1))               # (B, 1, ...)
     return (1 - t) * clean + t * noise

@@ -203,11 +203,11 @@ class CrossEntropy(nn.Module):
 
 
 class ChunkedLoss(Function):
-    """The sum of weight · cross-entropy over the tokens, from what goes into the map to logits, a chunk of tokens at a time.
+    """The sum of weight · cross-entropy over the tokens, from the input of the map to logits, a chunk of tokens at a time.
 
-    Logits are the largest tensors of training: 50,304 numbers a token, which a block has 768 of. Here those of one chunk alone
-    are ever in memory. As soon as they are there forward computes their gradient too, and from it those of x and weight,
-    which is what is kept; backward multiplies them with one number. So nothing is computed twice.
+    Logits are the largest tensors of training: 50,304 numbers per token, where a block's output has 768. Here only one chunk's
+    logits are in memory at a time. The forward pass computes their gradient at once, and from it the gradients of x and weight.
+    It keeps only these two. The backward pass multiplies them by one number. So nothing is computed twice.
     """
 
     @staticmethod
@@ -229,7 +229,7 @@ class ChunkedLoss(Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         to_x, to_weight = ctx.dtypes
-        # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
+        # dw in memory of its own; a second backward is an error from autograd, not a wrong number
         torch._foreach_mul_([dw], grad.to(dw.dtype))                    # twice as fast as dw.mul_(grad), which is not vectorized
         return dx.to(to_x) * grad, dw.to(to_weight), None, None, None, None, None
 
@@ -305,9 +305,9 @@ class Enter(nn.Module):
 class Head(nn.Module):
     """Map each token to the logits of the next, (B, T, V).
 
-    In training with `loss_chunk`, and in evaluation where `loss_alone` says that nobody wants logits, it puts out the sum of the
-    loss instead, a scalar, and no one ever has all logits. FP8's matmul, which notes what it meets, is not taken apart: with it
-    there are logits at any rate.
+    In training with `loss_chunk`, and in evaluation with `loss_alone`, it returns the sum of the loss instead, a scalar, and
+    never has all logits in memory. If the product runs in FP8 it always returns logits: that matmul records amaxes, and is not
+    cut into chunks.
     """
 
     def __init__(self, c: GPTConfig):

@@ -118,7 +118,7 @@ def lay_out(sizes: Mapping[str, int], order: str) -> Tensor:
 
 
 def groups(grid: Tensor, dim: int) -> Tensor:
-    """The ranks that differ along one dim of the grid alone, a row for each group: (groups, ranks in a group)."""
+    """The ranks that differ only along one dim of the grid, a row for each group: (groups, ranks in a group)."""
     return grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
 
 
@@ -315,7 +315,7 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighboring ranks differ in tp, so
     tensor-parallel groups sit on neighboring GPUs. dp=0 takes whatever the other axes leave.
 
-    Raises `CourseError` where the sizes do not multiply to the number of processes, and where ranks that are to reach into each
+    Raises `CourseError` if the product of the sizes is not the number of processes, or if ranks that shall reach into each
     other's memory are not on one node.
     """
     sizes = {name: getattr(parallel, name) for name in AXES}
@@ -330,7 +330,7 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     if world.size == 1:
         return single(world)
     ranks = lay_out(sizes, parallel.order)
-    if parallel.symmetric and world.device.type == "cuda":           # elsewhere it is done otherwise
+    if parallel.symmetric and world.device.type == "cuda":           # CPUs do without it
         check_nodes(groups(ranks, AXES.index("tp")).tolist(), nodes(world.size), parallel.order)
     # cp has groups of its own: its messages must not queue behind the averages of gradients over the same ranks
     axes = {name: new_axis(name, groups(ranks, dim), world, own=name == "cp") for dim, name in enumerate(AXES)}

@@ -324,11 +324,10 @@ def exposed(total: float, number: int, beside: float) -> float:
 
 
 def pipeline_time(local: RankWorkload, busiest: float, ranks: list[dict[str, float]]) -> tuple[float, float]:
-    """(seconds of messages that are seen, of the bubble) beside the busiest rank's work.
+    """(seconds of exposed messages, seconds of the bubble), besides the busiest rank's work.
 
-    The first micro-batch goes through all ranks and back before the last rank has work of its own for all: the bubble is one
-    micro-batch's time on the other ranks, of 1/chunks each if interleaved (parallel/pipeline_parallel/schedules.py). Messages:
-    `waits`.
+    The busiest rank waits while the first micro-batch goes through the other ranks and back: this is the bubble. With
+    interleaving it is divided by `chunks` (parallel/pipeline_parallel/schedules.py). `waits` counts the messages.
     """
     p = local.p
     if p.pp == 1:

@@ -38,7 +38,7 @@ class GraphedStep:
 
     def __init__(self, step: Step, gradients: GradientSync, device: torch.device):
         self.step, self.gradients, self.device = step, gradients, device
-        self.stream = torch.cuda.Stream(device)     # capturing is not possible on the default one
+        self.stream = torch.cuda.Stream(device)     # the default stream cannot capture
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: Batch = {}                      # what replays read
@@ -57,13 +57,13 @@ class GraphedStep:
         return loss.clone(), norm.clone()
 
     def whole(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A step, and all that it left under way on other streams (ZeRO's parameters): a graph must end complete."""
+        """Run a step, and wait for its work on other streams (ZeRO's parameters): a graph must end complete."""
         results = self.step(batch)
         self.gradients.wait_parameters()
         return results
 
     def warm(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A step as ever, on the stream that will be captured."""
+        """Run a step without a graph, on the stream of the later capture."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -74,7 +74,7 @@ class GraphedStep:
         return loss.clone(), norm.clone()
 
     def capture(self, batch: Batch) -> None:
-        """Record the launches of a step, which does not run meanwhile. Other threads, such as NCCL's, may go on."""
+        """Record the launches of a step without running it. Other threads, such as NCCL's, may continue."""
         self.batch = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.stream.device.index]
@@ -85,7 +85,7 @@ class GraphedStep:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.results = self.whole(self.batch)
         except RuntimeError as error:
-            # PyTorch's generator believes that the capture goes on, and would draw nothing any more
+            # PyTorch's generator believes that the capture goes on, and would draw no more numbers
             fresh = torch.Generator(self.stream.device).set_state(drawn)
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             raise CourseError(

@@ -62,9 +62,9 @@ def peak(events: Sequence[Event]) -> tuple[int, int]:
 
 
 def alive_at_peak(events: Sequence[Event]) -> dict[str, int]:
-    """Bytes by line of source, of the blocks that are alive when memory is at its highest.
+    """The bytes that each source line holds when memory is at its peak.
 
-    Only blocks whose allocation is in `events` have a line. The free of another block lowers the total all the same.
+    Only blocks whose allocation is in `events` have a line. Freeing another block lowers the total all the same.
     """
     alive: dict[int, tuple[str, int]] = {}           # address -> (line, bytes); a freed address is used again
     held: list[tuple[str, int]] = []

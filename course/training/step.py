@@ -32,7 +32,7 @@ Step = Callable[[Batch], tuple[Tensor, Tensor]]
 
 @dataclass
 class Progress:
-    """What changes from step to step besides weights, as tensors on the device: reading one on the host waits for it."""
+    """What changes from step to step besides the weights, as device tensors: a host that reads one waits for the device."""
 
     step: Tensor
     lr: Tensor
@@ -59,8 +59,8 @@ class Progress:
         return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
 
     def restore(self, state: dict[str, float], same_precision: bool = True) -> None:
-        """Take the values of a checkpoint; the tensors stay the same objects. Skipped steps are no longer in a row, and
-        in another precision the loss scale begins anew: that of bf16, 1, would let fp16's small gradients vanish for long."""
+        """Take the values of a checkpoint, in place. The streak of skipped steps ends. In another precision the loss scale
+        starts again: bf16's scale of 1 would let fp16's small gradients vanish for a long time."""
         for entry in fields(self):
             if same_precision or entry.name not in ("loss_scale", "good_steps"):
                 getattr(self, entry.name).fill_(state[entry.name])
@@ -139,7 +139,7 @@ def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:
 
 def train_step(compute: Compute, model: Model, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
                config: Config, layout: Layout, scaling: Scaling | None = None) -> Step:
-    """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
+    """Compute, finish the gradients, clip, update. The host decides nothing and waits for nothing.
 
     A loss or gradient that is not finite on any rank makes every rank keep its old state: the fused
     optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the

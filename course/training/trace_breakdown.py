@@ -184,7 +184,7 @@ def sweep(parts: list[Event], work: list[tuple[float, float, str, str]], begin: 
 
 
 def claim(there: set[tuple[str, str]]) -> tuple[str, str]:
-    """Whose an instant is in which all this is under way: a key of LABELS, and the kind of work if the device computes."""
+    """What an instant with all this under way counts as: a key of LABELS, and the kind of work if the device computes."""
     for kind in WORK:
         for phase in PHASES:
             if (kind, phase) in there:

@@ -365,16 +365,16 @@ def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
                                                                                    "alternate(forward, backward")
     found = verdict("1f1b", source)
     told = render.text(found, color=False)
-    assert "✗ on 2 ranks: in simulation every rank does every pass once: no, in some pipeline passes are missing" in told
-    assert "rank 0" not in told and "it is for ever, for ever, for ever, for ever; it should be " in told
+    assert "✗ on 2 ranks: in simulation every rank does every pass once: no, in some pipeline, passes are missing" in told
+    assert "rank 0" not in told and "it is forever, forever, forever, forever; it should be " in told
     assert "– on 2 ranks: the library trains with it: the losses of two steps are right: not tried" in told
 
 
 @pytest.mark.slow
 def test_a_loss_in_float32_spoils_what_is_said_of_it_and_no_more():
     told = render.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), color=False)
-    assert "✗ the returned loss is in the format of what you are given, here float64: no, it is in another one" in told
-    assert told.count("not compared, since the format is another one") == 3 and told.count("✗") == 1 and "9 of 26" in told
+    assert "✗ the returned loss has the dtype of your inputs, here float64: no, it has another dtype" in told
+    assert told.count("not compared, because the dtype differs") == 3 and told.count("✗") == 1 and "9 of 26" in told
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.dev
 
 
 def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.device) -> Any:
-    """The pipeline of `loader`, its workers started."""
+    """The pipeline for `loader`, with its workers running."""
     pipe = pipeline(len(next(ids())), workers, ahead, device, py_num_workers=workers, py_start_method="spawn")
     from nvidia.dali import fn, types
 
@@ -53,7 +53,7 @@ def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: to
         states = fn.external_source(Source(pairs, ids), parallel=True, batch=False, dtype=types.DALIDataType.FLOAT, ndim=3,
                                     prefetch_queue_depth=ahead, bytes_per_sample_hint=4 * int(np.prod(pairs.shape)))
         pipe.set_outputs(normalized(states, pairs, device))
-    with signals_blocked():  # workers inherit what is held back, and deal with it in `exit_with_trainer`
+    with signals_blocked():  # workers inherit the blocked signals, and handle them in `exit_with_trainer`
         pipe.build()
     return pipe
 

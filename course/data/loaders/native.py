@@ -16,7 +16,7 @@ from course.utils.machine import cores, short_sockets
 
 
 def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pin: bool) -> Generator[Batch, None, None]:
-    """The batches of the given sample ids, read ahead by worker processes: no more than there are cores to run on."""
+    """The batches of the given sample ids, read ahead by worker processes, at most one for each core."""
     if workers:
         short_sockets()
     iterator = iter(DataLoader(pairs, batch_sampler=batches, num_workers=min(workers, cores()), pin_memory=pin,

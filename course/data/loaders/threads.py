@@ -53,13 +53,13 @@ def loader(pairs: Pairs, batches: Iterable[list[int]], workers: int, ahead: int,
 class Buffer:
     """Pinned memory that holds one batch after another, (2, B, C, H, W): inputs and targets.
 
-    Where there is no GPU to copy a batch away, the batch is in this memory itself, and the next one gets other memory.
+    Without a GPU, nothing copies a batch away: it stays in this memory, and the next batch gets new memory.
     """
 
     def __init__(self, device: torch.device):
         self.pinned = device.type == "cuda"
         self.memory = torch.empty(0)
-        self.copied: torch.cuda.Event | None = None  # when the device has fetched what is in it
+        self.copied: torch.cuda.Event | None = None  # when the device has fetched the batch
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """Memory that may be written."""
@@ -104,7 +104,7 @@ class BatchRead:
 
 
 class DeviceStage:
-    """Brings batches to the device and normalizes them there, on a stream of their own."""
+    """Brings batches to the device and normalizes them there, on a separate stream."""
 
     def __init__(self, pairs: Pairs, device: torch.device):
         self.device = device
@@ -115,7 +115,7 @@ class DeviceStage:
         self.handed: deque[torch.cuda.Event] = deque()
 
     def send(self, reading: BatchRead) -> Staged:
-        """Start the copy of what was read, and what follows; nothing here waits for the device."""
+        """Start to copy a batch to the device and to normalize it; nothing here waits for the device."""
         reading.wait()
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             both = reading.memory.to(self.device, non_blocking=True)
@@ -127,7 +127,7 @@ class DeviceStage:
             return {"input": both[0], "target": both[1], "sample": sample_ids(reading.samples, self.device)}, self._event()
 
     def hand_over(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
-        """The batch for the stream that the caller computes on."""
+        """The batch, for use on the stream on which the caller computes."""
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(ready)
@@ -140,5 +140,5 @@ class DeviceStage:
         return batch
 
     def _event(self) -> torch.cuda.Event | None:
-        """What has been asked of the stream so far, to wait for."""
+        """An event to wait for all that this stream has to do so far."""
         return self.stream.record_event() if self.stream else None

@@ -45,7 +45,7 @@ class Index(NamedTuple):
 
 
 def read_index(path: Path) -> Index:
-    """The parts of a .idx file, memory-mapped. Raises `CourseError` for a file that is not one, or not all of one."""
+    """The parts of a .idx file, memory-mapped. Raises `CourseError` for a file that is not a complete index."""
     check_header(path)
     raw = np.memmap(path, np.uint8, "r")
     _, _, code, S, D = HEADER.unpack_from(raw.data)

@@ -13,14 +13,14 @@ QUICK = Limits(seconds=30)                           # far more than it takes, f
 
 
 def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
-    """FLOPs, and bytes moved at least, of (m, k) @ (k, n) with `itemsize` bytes a number."""
+    """The FLOPs of (m, k) @ (k, n), and the fewest bytes that it can move, with `itemsize` bytes a number."""
     flops = 2 * m * k * n
     moved = (m * k + k * n + m * n) * itemsize
     return flops, moved
 
 
 def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: float) -> float:
-    """The least seconds that a machine needs for so many FLOPs and bytes, at its ceilings per second."""
+    """The least time, in seconds, for this work on a machine with these ceilings, per second."""
     return max(flops / peak_flops, moved / peak_bytes)
 
 

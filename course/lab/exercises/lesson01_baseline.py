@@ -129,25 +129,25 @@ def with_loss_scale(eager: Callable[..., Any], factor: float, formats: set[torch
 
 
 HOLDS = "its requires_grad is True"
-WRITES = "numbers in it have changed"
+WRITES = "some numbers in it have changed"
 LOSSES = ("whole_losses", "micro_losses", "scaled_losses")
 
 EXERCISES = [
     Exercise("relative-l2", "01", ("course.models.vit.RelativeL2",), draw_fields, run_relative_l2, {
         "each": "weight is 1 for each real sample and 0 for padding",
-        "sum": "the sum of the losses of drawn samples, padding among them, is right",
+        "sum": "the sum of the samples' losses is right, even with padding",
         "weight": "the weight that forward returns is the number of real samples",
         "gradient": "the gradient of the sum is right, and finite for padding too",
-        "kept": "it leaves the batch as it is",
+        "kept": "it does not change the batch",
         "losses": "the library trains with it: the losses of two steps are right",
         "weights": "the weights of the model after these two steps are right"}, flags={"kept": WRITES}, points=2),
     Exercise("training-step", "01", (f"{__name__}.training_step",), draw_fields, run_training_step, {
         "losses": "the mean loss of each of four steps is right",
         "weights": "the weights of the model after four steps are right",
         "free": "the returned loss does not hold on to the graph",
-        "kept": "it leaves the batch as it is"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
+        "kept": "it does not change the batch"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
     Exercise("accumulate", "01", ("course.training.step.eager",), draw_fields, run_accumulate, {
-        "format": "the returned loss is in the format of what you are given, here float64",
+        "format": "the returned loss has the dtype of your inputs, here float64",
         "whole_losses": "the losses of two global batches, each in one piece, are right",
         "whole_seen": "without micro-batches the model sees each batch in one piece",
         "whole_weights": "the library trains with it: the weights of the model after these two steps are right",
@@ -157,12 +157,12 @@ EXERCISES = [
         "micro_turns": "each micro-batch's backward pass comes before the next one's forward pass",
         "micro_free": "the returned loss does not hold on to the graph",
         "scaled_seen": "in micro-batches of 2 samples too, the samples of each forward pass are right",
-        "scaled_losses": "a loss scale leaves the returned loss alone",
+        "scaled_losses": "a loss scale does not change the returned loss",
         "scaled_weights": "a loss scale that changes between steps reaches the gradients, which the step divides by it",
         "scaled_cast": "the forward pass runs inside autocast, as bf16 needs it"},
-        flags={"micro_turns": "it came later, so that all of them are in memory at once: what micro-batches are there to avoid",
+        flags={"micro_turns": "it came later, so all of them are in memory at once, which micro-batches should avoid",
                "micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision",
-               "format": "it is in another one"},
-        untried=dict.fromkeys(LOSSES, "not compared, since the format is another one"),
+               "format": "it has another dtype"},
+        untried=dict.fromkeys(LOSSES, "not compared, because the dtype differs"),
         sizes=(1, 2), points=3),
 ]

@@ -14,7 +14,7 @@ from course.lab.checks.return_values import InvalidReturn
 from course.training import memory_snapshot, profiler
 
 Interval = tuple[float, float]                       # (begin, end), in seconds
-CHANGED = "its intervals are others afterwards, or in another order"
+CHANGED = "its intervals or their order have changed"
 LINES = 5                                            # of source, that ask for memory
 WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
 
@@ -34,10 +34,10 @@ def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) 
 
 
 def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, float]:
-    """(seconds until the GPU is done, seconds of these in which it has nothing to do).
+    """(seconds until the GPU is done, seconds of these in which it is idle).
 
-    The host launches kernel after kernel, which takes it launches[i] seconds each. The GPU runs them in this order, works[i]
-    seconds each, none before it has been launched. Both begin at 0.
+    The host launches kernel after kernel, in launches[i] seconds each. The GPU runs them in this order, in works[i] seconds
+    each, and begins none before its launch has ended. Both begin at 0.
     """
     host = gpu = idle = 0.0
     for launch, work in zip(launches, works, strict=True):
@@ -270,31 +270,31 @@ EXERCISES = [
         "parts": "and one part for each block",
         "within": "parts lie within parts, each under its own name",
         "nvtx": "on a GPU each part is an NVTX range, opened and closed",
-        "raised": "an exception in the block comes out",
-        "after": "and its range is closed nevertheless",
+        "raised": "an exception in the block reaches the caller",
+        "after": "and its range is closed all the same",
         "begun": "a range that was not opened is not closed either: not where CUDA is first used inside the block",
-        "quiet": "where CUDA is not in use, NVTX is left alone"},
-        flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
+        "quiet": "where CUDA is not in use, it does not call NVTX"},
+        flags={"raised": "it swallowed the exception, so nobody learns of it",
                "within": "one is missing, or does not lie within the one around it: the name must last while the block runs"},
         read_as={-2.0: "opened by another name", -1.0: "closed", 0.5: "the first name opened", 1.5: "the second opened",
                  2.5: "the third opened", 3.5: "the fourth opened"}, points=2),
     Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, run_busy_time, {
-        "union": "what overlaps counts once",
+        "union": "overlapping time counts once",
         "order": "the order of the intervals does not matter",
-        "few": "no intervals take no time, one takes its own",
-        "kept": "it leaves the list as it is"}, flags={"kept": CHANGED}),
+        "few": "no intervals take no time, and one takes its own",
+        "kept": "it does not change the list"}, flags={"kept": CHANGED}),
     Exercise("exposed-time", "02", (f"{__name__}.exposed",), draw_intervals, run_exposed_time, {
-        "exposed": "what is sent beside computation does not count",
-        "hidden": "nothing is exposed where something is always computed",
-        "alone": "everything is where nothing is computed",
-        "kept": "it leaves both lists as they are"}, flags={"kept": CHANGED}),
+        "exposed": "sending during computation does not count",
+        "hidden": "nothing is exposed if computation never stops",
+        "alone": "everything is exposed if nothing is computed",
+        "kept": "it does not change the lists"}, flags={"kept": CHANGED}),
     Exercise("launch-bound", "02", (f"{__name__}.replay",), draw_kernels, run_launch_bound, {
-        "total": "when the GPU is done, whoever it waits for",
-        "idle": "how long it has nothing to do"}),
+        "total": "when the GPU is done, whether or not it waits for the host",
+        "idle": "how long it is idle"}),
     Exercise("memory-peak", "02", ("course.training.memory_snapshot.alive_at_peak",), draw_memory_peak, run_memory_peak, {
-        "apart": "what each line holds at the highest moment",
-        "reused": "also where a freed address is given to another block",
+        "apart": "the bytes that each line holds at the peak",
+        "reused": "also if a freed address is given to another block",
         "before": "a block from before the recording lowers the total when it is freed",
-        "none": "no events hold nothing",
-        "kept": "it leaves the list as it is"}, flags={"kept": "the list of events is another one afterwards"}, points=2),
+        "none": "without events, no line holds anything",
+        "kept": "it does not change the list"}, flags={"kept": "the list of events has changed"}, points=2),
 ]

@@ -22,9 +22,9 @@ PATIENCE = 3.0                                       # seconds that a reader may
 
 
 def ahead(batches: Iterable[Any], depth: int) -> Iterator[Any]:
-    """The same batches in the same order, of which a thread has read up to `depth` before they are asked for.
+    """Yield the same batches in the same order, while a thread reads up to `depth` of them ahead.
 
-    What reading raises comes out when the batch's turn comes. When this generator is closed the thread ends.
+    An error in reading comes out when that batch's turn comes. When this generator is closed, the thread ends.
     """
     source = iter(batches)
     with ThreadPoolExecutor(1) as pool:              # one thread: batches are read in order
@@ -100,7 +100,7 @@ class Source:
     def __next__(self) -> int:
         if not self.alone.acquire(blocking=False):
             raise InvalidReturn("two threads asked `batches` for the next one at once",
-                           "an iterator cannot be asked by two, and order would be left to chance: let one thread read")
+                           "two threads cannot share an iterator, and the order would be left to chance: let one thread read")
         try:
             self.threads.add(threading.get_ident())
             time.sleep(0.002)                        # long enough for another thread to come
@@ -181,19 +181,19 @@ def ahead_generator(source: Iterable[Any], depth: int) -> Any:
 
 EXERCISES = [
     Exercise("sharded-sampler", "03", ("course.data.order.train_batches",), draw_shards, run_sharded_sampler, {
-        "together": "the ranks of a step have the global batch, each sample once",
+        "together": "together, the ranks have the global batch of each step, each sample once",
         "ids": "each rank has its contiguous part of it, through several epochs",
-        "later": "after so many samples it goes on where it would have been"}, points=2),
+        "later": "after `consumed` samples it continues where it would have been"}, points=2),
     Exercise("read-ahead", "03", (f"{__name__}.ahead",), draw_reads, run_read_ahead, {
         "order": "all batches come, in their order, and nothing after them",
         "thread": "another thread reads",
-        "ahead": "while a batch is worked on `depth` more have been read, and not one beyond them",
-        "prompt": "a batch is handed out while the next one is still being read",
+        "ahead": "while the caller uses a batch, `depth` more are read, and no more than that",
+        "prompt": "it hands out a batch while the next one is still being read",
         "arrays": "`batches` may be a list, and a batch an array",
-        "raised": "what reading raises comes out",
-        "in turn": "when its turn comes: the batches before it are good",
+        "raised": "an error in reading comes out of the generator",
+        "in turn": "and in its turn: the batches before it are good",
         "ended": "closing it ends the thread"},
-        flags={"thread": "the thread that computes reads, too: it waits meanwhile",
+        flags={"thread": "the computing thread reads too, and waits meanwhile",
                "prompt": "it waits for a read whose turn has not come",
                "raised": "the error was swallowed: training would end as if all were well",
                "ended": "a thread is left over"}, points=2),

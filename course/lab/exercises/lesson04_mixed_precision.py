@@ -16,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def to_fp8(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x · scale in the format `kind`; what is beyond the largest number of the format becomes that number."""
+    """x · scale in the format `kind`; numbers beyond the largest one of the format become that number."""
     largest = torch.finfo(kind).max
     return (x * scale).clamp(-largest, largest).to(kind)
 
@@ -27,9 +27,9 @@ def remember(history: Tensor, amax: Tensor) -> Tensor:
 
 
 def delayed_scale(history: Tensor, largest: float) -> Tensor:
-    """What to multiply each tensor with, so that the largest amax of its history becomes `largest`.
+    """The factor for each tensor that maps the largest amax of its history to `largest`.
 
-    (tensors, steps) -> (tensors,); 1 where nothing but zeros has been seen.
+    (tensors, steps) -> (tensors,); 1 where the history holds only zeros.
     """
     amax = history.amax(1)                                              # (tensors,)
     return torch.where(amax > 0, largest / amax, 1.0)
@@ -93,7 +93,7 @@ def next_scale_pair(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tupl
     if two.dtype.is_floating_point or not one.dtype.is_floating_point:
         raise InvalidReturn(f"`next_scale` returned a scale of type {one.dtype} and a count of type {two.dtype}; a count is "
                             "whole",
-                       "a product with `bad`, 0.0 or 1.0 in torch.where, or / makes a float of the count: write 0 and good + 1, "
+                       "a product with `bad`, 0.0 or 1.0 in torch.where, or / makes the count a float: write 0 and good + 1, "
                        "and compare, bad > 0")
     return one, two
 
@@ -205,26 +205,26 @@ EXERCISES = [
     Exercise("loss-scaler", "04", ("course.ops.number_formats.next_scale",), draw_steps, run_loss_scaler, {
         "scale": "the scale halves after a bad step, doubles after enough good ones, and stays otherwise",
         "good": "good steps are counted, from 0 again after a bad one and after a doubling",
-        "run": "over thousands of steps the scale goes where it should",
-        "none": "formats that need no scaling keep theirs"}, cases=steps_asked, points=2),
+        "run": "over thousands of steps, the scale takes the right course",
+        "none": "formats that need no scaling keep scale and count"}, cases=steps_asked, points=2),
     Exercise("fp8-cast", "04", (f"{__name__}.to_fp8",), draw_tensors, run_fp8_cast, {
-        "e4m3": "the numbers of E4M3, cut off at 448",
-        "e5m2": "the numbers of E5M2, cut off at 57344",
-        "type": "the result is in the format that is asked for",
-        "before": "nothing is cast that the format cannot hold",
-        "kept": "x stays as it is"},
-        flags={"type": "it is in another format: end with .to(kind)",
-               "before": "a number beyond the largest is, of which each device makes something else",
-               "kept": "numbers in it have changed"}),
+        "e4m3": "the numbers are those of E4M3, clipped at 448",
+        "e5m2": "the numbers are those of E5M2, clipped at 57344",
+        "type": "the result has the requested format",
+        "before": "it casts no number that the format cannot hold",
+        "kept": "it does not change x"},
+        flags={"type": "it has another format: end with .to(kind)",
+               "before": "it casts a number beyond the largest, and devices differ in what they make of that",
+               "kept": "some numbers have changed"}),
     Exercise("amax-history", "04", (f"{__name__}.remember",), draw_histories, run_amax_history, {
-        "one": "the newest amax comes first, the oldest goes",
+        "one": "the newest amax comes first, the oldest drops out",
         "three": "and so on, step after step",
-        "kept": "the history that it was given is left as it was"},
-        flags={"kept": "the history that it was given has changed"}, cases=moves_asked),
+        "kept": "it does not change the history that it is given"},
+        flags={"kept": "some numbers have changed"}, cases=moves_asked),
     Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, run_delayed_scale, {
         "e4m3": "the largest amax of the history becomes the format's largest number",
         "e5m2": "in the wider format as well",
-        "small": "and if its numbers are as small as gradients are",
+        "small": "and for numbers as small as gradients",
         "empty": "a tensor of zeros has the scale 1",
-        "zeros": "and those beside it keep theirs"}, flags={"empty": "it has another"}),
+        "zeros": "and the tensors beside it keep their own scales"}, flags={"empty": "it has another"}),
 ]

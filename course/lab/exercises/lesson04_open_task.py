@@ -292,14 +292,14 @@ def explain_scale(kinds: Sequence[str], grow_after: int, expected: Tensor, got: 
 
 EXERCISES = [
     Exercise("half-trainer", "04", (f"{__name__}.HalfTrainer",), draw, run, {
-        "moved": "each step moves the float32 weights as it should, and a step with an overflow moves none",
-        "means": "each step returns its mean loss, as it is without a scale",
+        "moved": "each step moves the float32 weights correctly, and a step with an overflow moves none",
+        "means": "each step returns its mean loss, without the scale",
         "scales": "`scale` is halved after an overflow, and doubled after `grow_after` good steps in a row",
-        "kept": "nothing is written into a micro-batch",
+        "kept": "it writes nothing into a micro-batch",
         "stall": "a step waits for no value",
         "once": "a step casts each weight to float16 once, whatever the number of micro-batches",
         "small": f"at most {BYTES} bytes per parameter are in use at any time: {{:.1f}}"},
-        flags={"kept": "something is", "stall": "the host reads one, or looks at one", "once": "it casts more",
+        flags={"kept": "it does", "stall": "the host reads one, or tests one", "once": "it casts more",
                "small": "there are more"},
         levels={"stall": "no stall", "once": "one cast", "small": "memory budget"}, measured={"small": "bytes"},
         tolerance=TOLERANCE, explain=explain,

@@ -25,11 +25,11 @@ QUICK = Limits(seconds=60)
 
 
 def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Collection[str]) -> tuple[int, int]:
-    """(bytes that the operators of a chain move one after another, bytes that one kernel in their place moves).
+    """(bytes that the operators move one after another, bytes that one kernel in their place moves).
 
-    chain: of each operator the names of the tensors that it reads and the name of the one that it writes, in order. One that
-    names a tensor twice, as x * x does, reads it once. sizes: the bytes of each tensor by its name. kept: which of the results
-    somebody needs afterwards.
+    chain: the operators in order, each with the names of the tensors that it reads and the name of the one that it writes.
+    An operator that names a tensor twice, as x * x does, reads it once. sizes: {name of a tensor: its bytes}. kept: the names
+    of the results that are needed afterwards.
     """
     apart = sum(sizes[name] for reads, written in chain for name in (*set(reads), written))
     made = {written for _, written in chain}
@@ -38,7 +38,7 @@ def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Colle
 
 
 def kernels(operators: Sequence[str]) -> int:
-    """How many kernels these operators become: a "matmul" or "attention" is one by itself, neighbors of other kinds share."""
+    """How many kernels these operators become. Each "matmul" and each "attention" is one; neighbors of other kinds share one."""
     count, alone = 0, True
     for kind in operators:
         library = kind in ("matmul", "attention")
@@ -49,7 +49,7 @@ def kernels(operators: Sequence[str]) -> int:
 
 
 class Modulate(torch.autograd.Function):
-    """layer_norm(x) * (1 + scale) + shift in one go. Of all that is as large as x it keeps one tensor for the backward pass."""
+    """layer_norm(x) * (1 + scale) + shift in one function. It keeps only one tensor as large as x for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -61,7 +61,7 @@ class Modulate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """The gradients of x, shift and scale, from that of the output; eps has none."""
+        """The gradients of x, shift and scale, from the gradient of the output; eps has none."""
         x, mean, rstd, scale = ctx.saved_tensors
         n = (x - mean) * rstd                                           # (B, T, D) once more
         g = grad * (1 + scale[:, None])                                 # (B, T, D) the gradient of n
@@ -70,10 +70,10 @@ class Modulate(torch.autograd.Function):
 
 
 def tame(x: Tensor, sample: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """x, (B, T, D), multiplied so that no number of a real sample is beyond `limit`; and the largest of them before, ().
+    """Scale x, (B, T, D), so that no number of a real sample is beyond `limit`; also return the largest before, ().
 
-    Samples whose id in `sample`, (B,), is -1 are padding, in which anything may stand, infinities too: their numbers do not
-    count, but are multiplied as well. The factor is 1 where the largest is within the limit, and for autograd it is a constant.
+    Samples with the id -1 in `sample`, (B,), are padding. They may hold anything, even infinities. They do not count, but are
+    scaled as well. The factor is 1 if the largest number is within the limit. For autograd the factor is a constant.
     """
     real = (sample >= 0)[:, None, None]                                 # (B, 1, 1)
     largest = x.detach().abs().where(real, 0.0).amax()                  # ()
@@ -250,32 +250,33 @@ def recorded_graphs(function: Callable[[Tensor], Any], *inputs: Tensor) -> int:
 
 EXERCISES = [
     Exercise("fused-bytes", "05", (f"{__name__}.fused_bytes",), draw_chains, run_fused_bytes, {
-        "apart": "one after another, every operator reads and writes all that it names",
-        "fused": "fused, what comes from outside is read once, and what is needed afterwards written once"}, limits=QUICK,
+        "apart": "one after another: each operator reads and writes every tensor that it names",
+        "fused": "fused: one kernel reads each outside tensor once, and writes once each result that is needed afterwards"},
+        limits=QUICK,
         cases=lambda inputs: ["fused_bytes({}, {}, {})".format(*case) for case in chains(inputs)]),
     Exercise("kernels", "05", (f"{__name__}.kernels",), draw_operators, run_kernels, {
-        "kernels": "libraries' kernels stand alone, and what lies between two of them is one"}, limits=QUICK,
+        "kernels": "each matmul and each attention is a kernel, and so is everything between two of them"}, limits=QUICK,
         cases=lambda inputs: [f"kernels({case})" for case in lists(inputs)]),
     Exercise("fused-modulate", "05", (f"{__name__}.Modulate",), draw_modulation, run_fused_modulate, {
         "output": "the output is the normalized x, scaled and shifted",
         "dx": "the gradient of x is right",
-        "dshift": "that of shift is, one vector for each sample",
-        "dscale": "that of scale is",
-        "excess": "no more is kept than one tensor as large as x, two numbers a token and two vectors a sample",
-        "kept": "what it is given, the gradient too, is left as it is"}, flags={
-            "excess": "there is more, saved or put on ctx", "kept": "numbers in it have changed"},
+        "dshift": "the gradient of shift is right, one vector for each sample",
+        "dscale": "the gradient of scale is right",
+        "excess": "it keeps at most one tensor as large as x, two numbers per token and two vectors per sample",
+        "kept": "it changes neither its inputs nor the gradient that it receives"}, flags={
+            "excess": "it keeps more, saved or put on ctx", "kept": "some numbers have changed"},
         points=3, limits=QUICK),
     Exercise("graph-break", "05", (f"{__name__}.tame",), draw_samples, run_graph_break, {
-        "large": "numbers beyond the limit are brought down to it",
-        "small": "an x within the limit stays as it is",
-        "zeros": "so does one of zeros",
-        "largest": "the largest number of the real samples comes out as a tensor",
-        "dx": "the gradient is that of the code with the breaks",
-        "values": "no tensor is asked for its value",
+        "large": "numbers beyond the limit are scaled down to it",
+        "small": "an x within the limit does not change",
+        "zeros": "an x of zeros does not change",
+        "largest": "it returns the largest number of the real samples as a tensor",
+        "dx": "the gradient matches that of the code with breaks",
+        "values": "it asks no tensor for its value",
         "shapes": "no shape depends on the data",
-        "quiet": "nothing is printed on the way",
+        "quiet": "it prints nothing",
         "graphs": "Dynamo records it whole: one graph for all of these inputs"}, flags={
-            "values": "an `if`, .item(), float() or print() asks for one, for which the device has to finish",
-            "shapes": "picking by a mask, x[mask], makes a tensor whose size only the device knows",
-            "quiet": "it prints"}, points=2, limits=QUICK),
+            "values": "an `if`, .item(), float() or print() asks for one, and the host waits for the device",
+            "shapes": "indexing by a mask, x[mask], makes a tensor whose size only the device knows",
+            "quiet": "it prints something"}, points=2, limits=QUICK),
 ]

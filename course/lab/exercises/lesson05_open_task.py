@@ -30,7 +30,7 @@ def block_with_breaks(x: Tensor, lengths: Tensor, weights: Tensors, step: int, l
     """A transformer block for samples of different lengths: x (B, T, D), lengths (B,) -> (B, T, D), with padding of 0."""
     y = torch.zeros_like(x)
     fade = (step + 1) / WARM if step < WARM else 1.0
-    for i, length in enumerate(lengths.tolist()):    # nobody computes padding
+    for i, length in enumerate(lengths.tolist()):    # skip the padding
         tokens = x[i, :length]                       # (t, D)
         n = F.layer_norm(tokens, (DIM,))
         q, k, v = ((n @ weights[name].T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for name in "qkv")
@@ -50,9 +50,9 @@ def block_with_breaks(x: Tensor, lengths: Tensor, weights: Tensors, step: int, l
 
 
 def whole_block(x: Tensor, lengths: Tensor, weights: Tensors, step: int) -> tuple[Tensor, Tensor]:
-    """What `block_with_breaks` returns, and the largest absolute value in it, (), without a gradient.
+    """Return what `block_with_breaks` returns, and its largest absolute value, (), without a gradient.
 
-    x: (B, T, D), in whose padding anything may stand, NaN too. lengths: (B,) from 1 to T. weights: "q", "k", "v", "out", (D, D),
+    x: (B, T, D); its padding may hold anything, even NaN. lengths: (B,) from 1 to T. weights: "q", "k", "v", "out", (D, D),
     "gate", (D,), "up", (F, D), "down", (D, F).
     """
     real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]            # (B, T, 1)
@@ -210,22 +210,22 @@ def explain(_: Tensors, expected: Tensors, got: Tensors) -> str:
 EXERCISES = [
     Exercise("whole-block", "05", (f"{__name__}.whole_block",), draw, run, {
         "y": "y is what the block with breaks returns, 0 in the padding",
-        "largest": "the largest absolute value comes out as a tensor",
+        "largest": "it returns the largest absolute value as a tensor",
         "dx": "x has the gradient of the block with breaks, 0 in the padding",
-        "dweights": "so have the weights",
+        "dweights": "the weights have the gradients of the block with breaks",
         "free": "the largest value has no gradient",
-        "quiet": "nothing is printed",
-        "kept": "x and lengths stay as they are",
-        "values": "no tensor is asked for its value",
+        "quiet": "it prints nothing",
+        "kept": "it does not change x and lengths",
+        "values": "it asks no tensor for its value",
         "shapes": "no shape depends on values",
         "graph": "Dynamo records it whole: one graph, without a break",
         "again": "for calls with other numbers of samples and tokens, and other steps, it records a second one, and no third: "
                  "{:.0f} in all",
         "kernels": f"at most {KERNELS} matrix products and attentions are computed: {{:.0f}}",
         "largest_tensor": "no tensor holds all scores: the largest has as many numbers as q, k and v"},
-        flags={"free": "its requires_grad is True", "quiet": "it prints", "kept": "numbers in them have changed",
+        flags={"free": "its requires_grad is True", "quiet": "it prints", "kept": "some numbers have changed",
                "values": "an `if`, .tolist(), .item() or a loop asks for one", "shapes": "a mask as an index makes one",
-               "graph": "it breaks it, or what it records computes something else", "again": "it records more, or none",
+               "graph": "the graph breaks, or computes something else", "again": "it records more, or none",
                "kernels": "there are more", "largest_tensor": "there is a larger one"},
         levels={"values": "one graph", "shapes": "one graph", "graph": "one graph", "again": "one recompilation",
                 "kernels": "few kernels", "largest_tensor": "few kernels"},

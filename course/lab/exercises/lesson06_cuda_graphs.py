@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Captured:
-    """A step that runs in its first calls, is captured then, and replayed ever after."""
+    """A step that runs eagerly in its first calls, is then captured, and is replayed from then on."""
 
     def __init__(self, step: Callable[[Batch], tuple[Tensor, ...]], device: torch.device, warm: int = 3):
         self.step, self.warm, self.device = step, warm, device
@@ -128,7 +128,7 @@ def mean_square(x: Tensor) -> Tensor:
 def eager_time(launches: Sequence[float], works: Sequence[float], gap: float) -> float:
     """Seconds until the GPU is done if the host launches kernel after kernel.
 
-    As `replay` of lesson 02, and the GPU takes `gap` seconds to go from one kernel to the next.
+    Like `replay` of lesson 02, but the GPU takes `gap` seconds to go from one kernel to the next.
     """
     host, gpu = 0.0, -gap
     for launch, work in zip(launches, works, strict=True):
@@ -140,7 +140,7 @@ def eager_time(launches: Sequence[float], works: Sequence[float], gap: float) ->
 def graphed_time(works: Sequence[float], once: float, gap: float) -> float:
     """Seconds until the GPU is done with a graph of kernels.
 
-    The host launches all of them at once, which takes it `once` seconds. Then the GPU runs them one after another, works[i]
+    The host launches all of them at once, in `once` seconds. Then the GPU runs them one after another, works[i]
     seconds each, and takes `gap` seconds to go from one to the next.
     """
     return once + sum(works) + gap * (len(works) - 1)
@@ -149,8 +149,8 @@ def graphed_time(works: Sequence[float], once: float, gap: float) -> float:
 def break_even(works: Sequence[float], launch: float, once: float, gap: float, least: float) -> int:
     """The smallest batch at which an eager step takes less than (1 + least) times as long as a graphed one.
 
-    works are those of one sample, and grow in proportion to the batch; each kernel takes `launch` seconds to launch. 0 if no
-    batch of up to 1000 does.
+    works: each kernel's seconds for one sample; they grow in proportion to the batch. Each kernel takes `launch` seconds to
+    launch. 0 if no batch up to 1000 is large enough.
     """
     for batch in range(1, 1001):
         scaled = [batch * work for work in works]
@@ -330,20 +330,20 @@ def run_graph_gain(inputs: Tensors) -> Tensors:
 
 EXERCISES = [
     Exercise("static-buffers", "06", (f"{__name__}.Captured",), draw_training, run_static_buffers, {
-        "results": "every call gives the loss and the norm that an eager step gives",
-        "weights": "after all calls the parameters are those of eager steps",
-        "held": "results stay what they are while later steps replay",
+        "results": "every call returns the loss and the norm of an eager step",
+        "weights": "after all calls, the parameters match those of eager steps",
+        "held": "results do not change while later steps replay",
         "runs": "Python runs the step in the warm-up and in the capture, and never again",
         "warmed": "each call of the warm-up runs the step inside `with warming(...)`, which on a GPU is another stream",
         "replays": "every call after the warm-up replays once",
-        "kept": "the batches that are given stay as they are",
-        "refused": "a batch of other shapes, types or names is a CourseError",
+        "kept": "it does not change the batches that it is given",
+        "refused": "a batch of other shapes, types or names raises a CourseError",
         "after": "and such a batch changes nothing"},
-        flags={"kept": "a batch was written over, and whoever gave it may still need it",
+        flags={"kept": "it overwrote a batch that its caller may still need",
                "refused": "one of four was not: another shape, another type, a name missing, a name too many"}, points=2),
     Exercise("decided-on-device", "06", (f"{__name__}.on_device",), draw_decisions, run_decided_on_device, {
-        "plain": "called as it is, it has the losses of the step on the host",
-        "plain_weight": "and leads to its weights",
+        "plain": "called without a graph, it has the losses of `on_host`",
+        "plain_weight": "and the same weights after all steps",
         "free": "the returned loss does not hold on to the graph",
         "losses": "replayed, it has the same losses",
         "weights": "and the same weights after every step",
@@ -352,6 +352,6 @@ EXERCISES = [
         tolerance=1e-5, points=2),                       # a learning rate in float32 is as good as one in float64
     Exercise("graph-gain", "06", (f"{__name__}.graphed_time", f"{__name__}.break_even"), draw_graphs, run_graph_gain, {
         "time": "one launch, the work, and the gaps between kernels",
-        "batch": "from which batch on a graph gains too little, be it hundreds, and 0 where a thousand are too few",
-        "kept": "both leave `works` as it is"}, flags={"kept": "its numbers are others afterwards"}),
+        "batch": "the batch from which on a graph gains too little, even if it is large, and 0 if 1000 is not enough",
+        "kept": "neither function changes `works`"}, flags={"kept": "its numbers have changed"}),
 ]

@@ -233,29 +233,29 @@ def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
         return f"{where}, which Python runs: look at the arithmetic, the mean over micro-batches, the norm and the momentum"
     if first == LOADED + 1:
         return f"{where}, before which other weights are loaded in place: read the parameters themselves, keep no copy of them"
-    return (f"{where}, and not before: if Python runs no step any more, look for what a replay cannot see. A number that Python "
+    return (f"{where}, and not before: if Python runs no step, look for what a replay cannot see. A number that Python "
             "holds, a tensor under a new name, also `p.data = ...`, or a micro-batch in memory that was not captured")
 
 
 EXERCISES = [
     Exercise("graph-trainer", "06", (f"{__name__}.GraphTrainer",), draw, run, {
-        "losses": "each step has its mean loss, in order, whenever they are read",
-        "weights": "after every step the weights are those of eager training",
-        "kept": "nothing is written into the memory of a micro-batch",
+        "losses": "`read_losses` returns the mean loss of each step, in order, whenever you call it",
+        "weights": "after every step, the weights match those of eager training",
+        "kept": "it writes nothing into the memory of a micro-batch",
         "captured": f"from step {WARM + 2} on Python never runs the loss, whatever the number of micro-batches",
         "launches": f"from step {WARM + 2} on a step is a copy of each tensor, a replay for each micro-batch and one more, and "
                     f"at most {SPARE} operations",
         "stall": "a step waits for no value",
         "reads": "`read_losses` waits once"},
-        flags={"kept": "something is", "captured": "it does, or nothing is replayed", "launches": "there are more",
-               "stall": "the host reads one, or looks at one", "reads": "it reads one loss after the other"},
+        flags={"kept": "it does", "captured": "it does, or nothing is replayed", "launches": "there are more",
+               "stall": "the host reads one, or tests one", "reads": "it reads one loss after the other"},
         levels={"captured": "captured", "launches": "few launches", "stall": "no stall", "reads": "no stall"}, tolerance=1e-5,
         explain=explain,
         ladder=("Begin with eager code: `loss.backward()` adds to gradients, so the sum over micro-batches comes by itself. "
                 "Divide, clip, move, and make the gradients zero. Then ask of each number that Python holds: does it change from "
                 "step to step? It must be a tensor, filled in place: the rate, the number of micro-batches.",
                 "Capture a micro-batch, not a step: its graph can be replayed any number of times. It adds to gradients that "
-                "exist before the capture and keep their addresses, so `p.grad = None` must not happen any more. Who makes them "
+                "exist before the capture and keep their addresses, so never set `p.grad = None`. Who makes them "
                 "zero, and when?",
                 "A second graph does the rest: norm, `clamp` of clip / norm, momentum, weights, gradients to zero, the loss to a "
                 "tensor of its own. After the replay, clone this tensor into a list; `read_losses` stacks the list and reads it "

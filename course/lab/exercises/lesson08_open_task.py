@@ -29,9 +29,9 @@ NEAR = 1.3                                           # of the loss of a plan tha
 
 
 def plan_training(job: Job, train: Callable[[Sequence[Phase]], list[float]]) -> list[Phase]:
-    """The phases of a run of at most `job.seconds`, so that its last loss is small.
+    """Return the phases of a run that takes at most `job.seconds` and ends at a small loss.
 
-    train(plan): the loss after each phase of one run on a bowl that nobody shows; NaN once it has diverged.
+    train(plan): the loss after each phase of one run on a hidden bowl; NaN once it has diverged.
     """
     loaded = job.latency / job.per_sample            # the batch whose samples take as long as the rest of its step
     phases = 10                                      # of the plan, and of each run that is measured
@@ -203,7 +203,7 @@ def explain(_: Tensors, expected: Tensors, got: Tensors) -> str:
     if left + added > 10:
         return (f"the run of job {wrong[0] + 1} diverges: its rate lies beyond the cliff. A run that diverges returns NaN, and "
                 "every comparison with NaN is False: leave it out with `math.isnan` before you take a minimum")
-    words = (f"of the last loss of job {wrong[0] + 1}, {100 * added / (left + added):.0f}% is noise, and the rest is not learned "
+    words = (f"{100 * added / (left + added):.0f}% of the last loss of job {wrong[0] + 1} is noise, and the rest is not learned "
              "yet. ")
     if added > left:
         return words + ("Against noise, end with a lower rate, or with a larger batch. One run says little about noise: compare "
@@ -217,11 +217,11 @@ EXERCISES = [
         "losses": f"for each job the plan's expected loss is at most {GOOD} times that of the best constant batch and rate",
         "half": "for each job it is at most half the best constant plan's loss",
         "near": f"for each job it is at most {NEAR} times that of the best plan of ten phases",
-        "few": f"runs that try something take at most {FEW} times the job's seconds: {{:.1f}}"},
+        "few": f"trial runs take at most {FEW} times the job's seconds: {{:.1f}}"},
         flags={"half": "for some job it is more", "near": "for some job it is more", "few": "they take longer"},
         levels={"half": "half the loss", "near": "near the best", "few": f"{FEW} runs"}, measured={"few": "most"}, weigh=weigh,
         cases=asked, explain=explain, tolerance=0.01,
-        unknown="take the job that is named: train a few constant plans for its whole time, several runs each. Then change "
+        unknown="take the job named above: train a few constant plans for its whole time, several runs each. Then change "
                 "the batch and the rate by a factor of two, and leave out what diverges",
         ladder=("Begin with one phase. The cliff is cheap to find: one step of one sample tells whether a rate diverges. Below "
                 "it, compare batches from 1 to many times latency / per_sample, and rates in factors of two. Each takes the "

@@ -28,7 +28,7 @@ def scaled_rate(lr: float, batch: int, new_batch: int, rule: str) -> float:
 
 
 def samples_to(target: float, steps: Sequence[float], losses: Sequence[float], batch: int) -> float:
-    """Samples after which the loss first reaches the target, by a straight line between two validations; infinity if never."""
+    """Samples until the loss first reaches the target, interpolated linearly between validations; infinity if never."""
     before: tuple[float, float] | None = None
     for at, loss in zip(steps, losses, strict=True):
         if loss <= target:
@@ -122,7 +122,7 @@ def run_learning_rate(inputs: Tensors) -> Tensors:
             except RuntimeError as error:
                 if "vmap" not in str(error):
                     raise
-                raise InvalidReturn("`learning_rate` looks at the value of `step` (an `if`, a float() or .item()): the host "
+                raise InvalidReturn("`learning_rate` reads the value of `step` (an `if`, a float() or .item()): the host "
                                     "would have to wait for the GPU in every step",
                                         "compute both rates and choose with torch.minimum or torch.where") from error
         return torch.cat(found)
@@ -198,8 +198,8 @@ EXERCISES = [
         tolerance=1e-5, points=2),                       # rates are float32
     Exercise("samples-to-target", "08", (f"{__name__}.samples_to",), draw_curves, run_samples_to_target, {
         "samples": "it finds the samples when the target is first reached, between two validations",
-        "first": "where already the first validation is below the target, its own samples count",
-        "exact": "a loss that is just the target has reached it",
-        "never": "where a run never gets there they are infinite"}, flags={
-            "never": "something else than math.inf came back"}, points=2),
+        "first": "if the first validation is already below the target, its own samples count",
+        "exact": "a loss equal to the target has reached it",
+        "never": "if a run never gets there, they are infinite"}, flags={
+            "never": "it returned something other than math.inf"}, points=2),
 ]

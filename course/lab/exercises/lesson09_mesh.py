@@ -15,12 +15,12 @@ from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.sandbox.limits import Limits
 from course.parallel import mesh
 
-CHANGED = "numbers in them are others afterwards"
+CHANGED = "some numbers in them have changed"
 QUICK = Limits(seconds=30)                           # far more than it takes, for machines that are busy
 
 
 def nodes_touched(groups: Tensor, per_node: int) -> int:
-    """Over how many nodes the most spread group of an axis lies; `groups` has a row of ranks for each group."""
+    """The most nodes that one group of an axis touches; `groups` has a row of ranks for each group."""
     return max(len(set(row)) for row in (groups // per_node).tolist())
 
 
@@ -198,19 +198,19 @@ EXERCISES = [
     Exercise("lay-out", "09", ("course.parallel.mesh.lay_out",), draw_layouts, run_lay_out, {
         "shapes": "the dims of the grid are pp, dp, cp and tp, whatever the order",
         "ranks": "every rank is in its place",
-        "sums": "in a mesh that the library builds with it, ranks talk to those they should"},
+        "sums": "in a mesh that the library builds with it, each rank talks to the right ranks"},
         sizes=(1, 4), limits=Limits(seconds=120), points=2),
     Exercise("groups", "09", ("course.parallel.mesh.groups",), draw_layouts, run_groups, {
         "shapes": "there is a row for each group, as long as the axis",
-        "ranks": "the groups of every axis, and those of dp x cp, are right, and so is the order within them"}, limits=QUICK),
+        "ranks": "the groups of every axis, and those of dp x cp, are right, in the right order"}, limits=QUICK),
     Exercise("nodes-touched", "09", (f"{__name__}.nodes_touched",), draw_nodes, run_nodes_touched, {
-        "nodes": "it counts the nodes that the most spread group of an axis touches"}, limits=QUICK),
+        "nodes": "it counts the most nodes that one group of an axis touches"}, limits=QUICK),
     Exercise("bytes-sent", "09", (f"{__name__}.bytes_sent",), draw_work, run_bytes_sent, {
         "tp": "tensor parallel: the all-reduces of activations",
         "cp": "context parallel: the keys and values, and their gradients",
         "pp": "pipeline parallel: one activation forward and one gradient back for each micro-batch",
         "dp": "data parallel: one all-reduce of the gradients that this GPU has",
-        "kept": "it leaves `sizes` and `work` as they are"}, flags={"kept": CHANGED}, cases=bytes_sent_cases, limits=QUICK,
+        "kept": "it does not change `sizes` and `work`"}, flags={"kept": CHANGED}, cases=bytes_sent_cases, limits=QUICK,
              points=2),
     Exercise("narrowest-link", "09", (f"{__name__}.narrowest_link",), draw_fabric, run_narrowest_link, {
         "pairs": "for two GPUs it is the number of NVLinks that the table shows, or 0",

@@ -31,8 +31,8 @@ GOOD, BEST = 1.25, 1.02                               # times the best placement
 def place_ranks(axes: Sequence[Axis], paths: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], float]) -> list[int]:
     """The GPU of each rank, so that a step's messages take the least time.
 
-    axes: of the layout, the slowest first. paths[a][b]: how GPUs a and b are joined, a number in `PATHS`, of which the first is
-    the fastest. measure(placement): the seconds on the machine.
+    axes: the layout's axes, slowest first. paths[a][b]: how GPUs a and b are connected, an index into `PATHS`, which lists the
+    fastest first. measure(placement): the seconds of a step on this machine.
     """
     ranks, links = range(len(paths)), neighbors(axes)
 
@@ -196,14 +196,14 @@ def asked(inputs: Tensors) -> list[str]:
 EXERCISES = [
     Exercise("place-ranks", "09", (f"{__name__}.place_ranks",), draw, run, {
         "seconds": f"on each machine the step takes at most {GOOD - 1:.0%} longer than with the best placement",
-        "default": "and no longer than with rank r on GPU r",
+        "default": "it takes no longer than with rank r on GPU r",
         "best": f"on each machine it takes at most {BEST - 1:.0%} longer than with the best placement",
-        "some": f"at most {SOME} placements of a machine are measured",
-        "few": f"at most {FEW} placements of a machine are measured"},
+        "some": f"it measures at most {SOME} placements of a machine",
+        "few": f"it measures at most {FEW} placements of a machine"},
         flags={"default": "some step takes longer", "best": "some step takes longer",
-               "some": "for some machine more are measured", "few": "for some machine more are measured"},
+               "some": "it measures more on some machine", "few": "it measures more on some machine"},
         levels={"best": "best placement", "some": f"{SOME} measurements", "few": f"{FEW} measurements"}, cases=asked, weigh=weigh,
-        unknown="take the case that is named: `slowest_paths` says which path each axis waits for with your placement. All "
+        unknown="take the case named above: `slowest_paths` says which path each axis waits for with your placement. All "
                 "groups of an axis wait for its slowest pair, so one swap seldom changes the time, and a search by swaps gets "
                 "stuck. A sum of path numbers is no time either: look for placements that keep to a slowest path for each axis",
         ladder=("The time depends on the slowest path of each axis alone, so a swap of two GPUs seldom changes it. Search with a "
@@ -211,8 +211,8 @@ EXERCISES = [
                 "comes closer. Begin from many random orders, with several weights of the axes, and measure what comes out.",
                 "If no axis uses a slower path in A than in B, A is at least as fast as B, whatever the speeds are. So few "
                 "combinations of slowest paths can be the best. `slowest_paths` is free: measure one placement of each.",
-                "Turn it round: go through all combinations of limits, a path for each axis, from the strictest on, and ask "
-                "whether a placement keeps them. Rank after rank takes a free GPU that is joined well enough to those neighbors "
-                "that have one; where no GPU is left, go back. Skip limits if stricter ones are kept by some placement."),
+                "Turn it around: go through all combinations of limits, a path for each axis, from the strictest on, and ask "
+                "whether a placement keeps them. Give each rank in turn a free GPU that is connected well enough to the GPUs of "
+                "its neighbors. If none is left, go back. Skip limits if some placement keeps stricter ones."),
         limits=Limits(seconds=120)),
 ]

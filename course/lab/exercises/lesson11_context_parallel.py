@@ -136,21 +136,21 @@ def run_visible(inputs: Tensors) -> Tensors:
 EXERCISES = [
     Exercise("gather-in-order", "11", ("course.parallel.context_parallel.attention.gather_in_order",), draw_pairs,
              run_gather_in_order, {
-        "plain": "every rank gets the keys and values of all, though the pieces are not equally long",
+        "plain": "every rank gets all keys and values, even from pieces of unequal length",
         "plain_back": "backward, every rank gets the sum of all ranks' gradients of its own keys and values",
-        "zigzag": "from a zigzag too they come in the order of time",
-        "zigzag_back": "and backward their gradients find their way back",
-        "kept": "it leaves its input and its gradient as they are",
-        "sent": "it sends each piece once to every other rank, and back as much",
+        "zigzag": "from a zigzag, they come in time order",
+        "zigzag_back": "and backward, their gradients return to their owners",
+        "kept": "it changes neither its input nor its gradient",
+        "sent": "it sends each piece once to every other rank, and as many bytes backward",
         "losses": "the library trains a context-parallel model with it: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES, "sent": MORE}, sizes=(2, 4), limits=RANKS,
         points=2),
     Exercise("merge", "11", ("course.parallel.context_parallel.ring_attention.merge",), draw_blocks, run_merge, {
         "out": "four blocks' answers merge into the answer for all keys",
         "lse": "and so do their log-sum-exps",
-        "large_out": "with scores of a thousand too, whose exponential no number can hold",
+        "large_out": "they merge for scores of a thousand too, whose exponential overflows",
         "large_lse": "and so do the log-sum-exps of these",
-        "kept": "it leaves the new block's answer as it is",
+        "kept": "it does not change the new block's answer",
         "losses": "the library trains with a ring: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("zigzag", "11", ("course.parallel.tensor_parallel.sequence.zigzag",), draw_sizes, run_zigzag, {
@@ -160,8 +160,8 @@ EXERCISES = [
     Exercise("visible", "11", ("course.parallel.context_parallel.ring_attention.visible",), draw_pairs, run_visible, {
         "causal_out": "causal ring attention over a zigzag gives every query its answer",
         "causal_back": "and its gradients are right",
-        "causal_work": "each round of it computes half of the square, on every rank",
-        "all_out": "without causality every query gets its answer too, though the pieces are not equally long",
+        "causal_work": "each round computes half of the square, on every rank",
+        "all_out": "without causality, every query gets its answer, even with pieces of unequal length",
         "all_back": "and its gradients are right",
-        "all_work": "each round computes the whole square"}, sizes=(2, 4), limits=RANKS, points=2),
+        "all_work": "each such round computes the whole square"}, sizes=(2, 4), limits=RANKS, points=2),
 ]

@@ -203,21 +203,21 @@ EXERCISES = [
     Exercise("causal-attention", "11", (f"{__name__}.CausalAttention",), draw, run, {
         "out": "each query has its answer from all keys up to its own, along two axes",
         "dq": "queries have the gradients of one process",
-        "dk": "so have keys, which later ranks used too",
-        "dv": "and values",
+        "dk": "so have keys, also from later ranks",
+        "dv": "and so have values",
         "sent": "keys and values reach only ranks with later tokens, once forward and once backward, and gradients return once",
         "small": "no tensor holds the keys of all tokens, or all scores of a rank's queries",
         "kept": "between forward and backward, a rank keeps its own tokens only",
         "overlap": "in the forward pass, the next keys and values travel while a block is computed"},
         flags={"sent": "more is sent", "small": "a larger one is made", "kept": "more is kept",
-               "overlap": "some receive is waited for before anything is multiplied, or nothing is received"},
+               "overlap": "it waits for some receive before it multiplies anything, or receives nothing"},
         levels={"sent": "byte budget", "small": "memory budget", "kept": "memory budget", "overlap": "overlapped"},
         ladder=("Begin with a gather: `mappings.all_gather(k, 2, axis, sum(lengths))` gives all keys, and a mask hides the later "
                 "ones. In the backward pass you need the formulas of attention: with weights p, dv = pᵀ g, and the gradient of "
                 "the scores is p ∘ (g vᵀ − sum(g ∘ out)). Add up dk and dv over the ranks. That is correct, and the first level.",
                 "Then work block by block. Rank r needs the pieces of ranks 0 to r; the mask is only for its own. Merge two "
                 "answers with their log-sum-exps, as in the exercise `merge`. Keep out and the final log-sum-exp: with them, "
-                "the backward pass computes the weights of each block anew, exp(scores − lse).",
+                "the backward pass computes the weights of each block again, exp(scores − lse).",
                 "Each piece moves one rank to the right in each turn, and stops at the last rank. Post `isend` and `irecv` "
                 "before a block is computed, and wait after it. In the backward pass the same happens again, and each rank "
                 "sends the gradients of a block's keys and values straight to their owner."),

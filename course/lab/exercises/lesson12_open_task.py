@@ -193,14 +193,14 @@ def run(inputs: Tensors) -> Tensors:
 EXERCISES = [
     Exercise("run-schedule", "12", (f"{__name__}.run_schedule",), draw, run, {
         "losses": "the library trains with it, by three schedules: the losses are right",
-        "weights": "and so are the weights after two steps",
-        "order": "the passes are those of the list, in its order",
+        "weights": "the weights after two steps are right",
+        "order": "it runs the passes of the list, in this order",
         "sent": "each result is sent once, to the rank that needs it, and nothing else is sent",
         "alive": "a forward pass's activations and output are freed by its backward pass",
         "overlap": "each message is received while the pass before it computes"},
-        flags={"order": "some pass is missing, done twice, or in another place",
-               "sent": "more is sent",
-               "alive": "more are kept than the schedule needs",
+        flags={"order": "some pass is missing, runs twice, or runs in another place",
+               "sent": "it sends more",
+               "alive": "it keeps more than the schedule needs",
                "overlap": "some receive is posted later"},
         levels={"sent": "byte budget", "alive": "memory budget", "overlap": "overlapped"},
         ladder=("One loop over the passes is enough. In each turn: receive what this pass needs, if it needs anything; compute; "

@@ -106,27 +106,27 @@ def run_1f1b(inputs: Tensors) -> Tensors:
 
 CLAIMS = {
     "passes": "in simulation every rank does every pass once",
-    "meet": "nobody waits for ever, and messages are awaited in the order in which they are sent",
-    "time": "the simulated time is that of the schedule, bubble and all",
-    "alive": "each rank keeps the activations of so many micro-batches at a time"}
+    "meet": "no rank waits forever, and each rank receives messages in the order in which they are sent",
+    "time": "the simulated time, with its bubble, is the right one for this schedule",
+    "alive": "each rank keeps activations of the right number of micro-batches"}
 TRAINS = {
     "losses": "the library trains with it: the losses of two steps are right",
-    "weights": "and so are the weights after them"}
-ORDER = {"order": "the first micro-batch comes first, forward and backward, and the others in their order"}
-UNMET = {"own": "some are missing, or made by itself", "kept": "one is another afterwards",
-         "passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
-         "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another",
-         "order": "in some pipeline they come in another order"}
-LATER = "not tried, since it does not work in simulation"
-AS_SHOWN: dict[str, Any] = {"flags": UNMET, "untried": {"losses": LATER, "weights": LATER}, "read_as": {NEVER: "for ever"}}
+    "weights": "the weights after these two steps are right"}
+ORDER = {"order": "forward and backward passes both go from the first micro-batch to the last"}
+UNMET = {"own": "it left some out, or made new ones", "kept": "it changed one of them",
+         "passes": "in some pipeline, passes are missing, run twice, or name a chunk or micro-batch that does not exist",
+         "meet": "in some pipeline, ranks wait for each other in a circle, or receive one message in place of another",
+         "order": "in some pipeline, they come in another order"}
+LATER = "not tried, because the schedule fails in simulation"
+AS_SHOWN: dict[str, Any] = {"flags": UNMET, "untried": {"losses": LATER, "weights": LATER}, "read_as": {NEVER: "forever"}}
 EXERCISES = [
     Exercise("gpipe", "12", ("course.parallel.pipeline_parallel.schedules.gpipe",), draw, run_gpipe,
              CLAIMS | ORDER | TRAINS,
              sizes=(2, 4), points=2, limits=PATIENT, **AS_SHOWN),
     Exercise("1f1b", "12", ("course.parallel.pipeline_parallel.schedules.alternate",
                             "course.parallel.pipeline_parallel.schedules.one_forward_one_backward"), draw,
-             run_1f1b, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should",
+             run_1f1b, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the right time and memory",
                        "own": "`alternate` returns the passes that it is given, all of them and no others",
-                       "kept": "it leaves the lists that it is given as they are"} | TRAINS,
+                       "kept": "`alternate` does not change the lists that it is given"} | TRAINS,
              sizes=(2, 4), points=3, limits=PATIENT, **AS_SHOWN),
 ]

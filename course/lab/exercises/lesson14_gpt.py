@@ -45,15 +45,15 @@ FLOAT32 = 1e-5                                       # a few roundings of float3
 
 
 class LossInChunks(Function):
-    """The sum of the tokens' cross-entropies, from what goes into the map to logits, `size` tokens at a time.
+    """The sum of the tokens' cross-entropies, from features and output matrix, `size` tokens at a time.
 
-    `LossInChunks.apply(x, weight, target, size)`: (N, D), (V, D), (N,) -> (). What is kept for the backward pass are the
-    gradients of x and of weight.
+    `LossInChunks.apply(x, weight, target, size)`: (N, D), (V, D), (N,) -> (). It keeps only the gradients of x and
+    of weight for the backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, size: int) -> Tensor:
-        """The loss. The gradients are computed here too, chunk by chunk, while the logits are there."""
+        """The loss; also compute the gradients here, chunk by chunk, while the logits are in memory."""
         total, of_x, of_weight = x.new_zeros(()), [], torch.zeros_like(weight)
         for rows, aims in zip(x.split(size), target.split(size), strict=True):
             column = aims[:, None]                                          # (n, 1)
@@ -67,7 +67,7 @@ class LossInChunks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """The gradients of x and weight, from that of the loss, a scalar."""
+        """The gradients of x and weight, from the gradient of the loss, a scalar."""
         of_x, of_weight = ctx.saved_tensors
         return of_x * grad, of_weight * grad, None, None
 
@@ -304,7 +304,7 @@ def refused(path: Path, raw: bytes | None) -> bool:
 
 
 def document(index: Index, tokens: np.ndarray, i: int) -> np.ndarray:
-    """The tokens of document i, of the `tokens` of the whole .bin, (n,)."""
+    """The tokens of document i, (n,). `tokens` is the whole .bin."""
     first, last = index.documents[i:i + 2]
     start = index.pointers[first] // index.dtype.itemsize if first < last else 0
     return tokens[start:start + index.lengths[first:last].sum()]
@@ -344,31 +344,31 @@ def documents_asked(inputs: Tensors) -> dict[str, list[str]]:
 
 EXERCISES = [
     Exercise("loss-in-chunks", "14", (f"{__name__}.LossInChunks",), draw_tokens, run_loss_in_chunks, {
-        "loss": "the loss is the sum of the tokens' cross-entropies, whatever the chunks",
+        "loss": "the loss is the sum of the tokens' cross-entropies, for any size of chunks",
         "x": "the gradient of x is right",
-        "weight": "that of weight is",
+        "weight": "the gradient of weight is right",
         "large": "logits of 10,000 and more do not overflow",
         "sparing": "no tensor is larger than the logits of a chunk",
-        "passing": "what is made for a chunk goes with it: at no time is there more than a few chunks need",
-        "light": "two gradients are all that is kept for the backward pass",
-        "early": "they are ready before it: it multiplies no matrices",
-        "kept": "it leaves x, weight and target as they are"},
+        "passing": "it frees what it makes for a chunk: memory never exceeds what a few chunks need",
+        "light": "it keeps only the two gradients for the backward pass",
+        "early": "the gradients are ready then: the backward pass multiplies no matrices",
+        "kept": "it does not change x, weight and target"},
         flags={"sparing": "a tensor is larger than the logits of a chunk, x and weight",
-               "passing": "with many small chunks there is: something is kept of each",
+               "passing": "with many small chunks it does: something of each chunk stays",
                "light": "more is alive after the forward pass than the gradients of x and weight",
-               "early": "it does", "kept": "numbers in them have changed"}, limits=QUICK, points=2),
+               "early": "it does", "kept": "some numbers have changed"}, limits=QUICK, points=2),
     Exercise("vocabulary-embedding", "14",
              ("course.parallel.tensor_parallel.vocabulary.own", "course.parallel.tensor_parallel.vocabulary.VocabularyEmbedding"),
              draw_vocabulary, run_vocabulary_embedding, {
         "vectors": "every rank gets the vectors of all tokens",
         "gradient": "a rank's rows get the gradients of their tokens, added up",
-        "kept": "it leaves the tokens as they are",
-        "sent": "for a few tokens no more is sent than the sum of their vectors takes, and nothing backward",
+        "kept": "it does not change the tokens",
+        "sent": "for a few tokens, ranks send only what the sum of their vectors takes, and nothing backward",
         "trained": "the library trains a GPT with them: the losses of two steps are those of one process",
         "weights": "and so are the weights",
-        "sp_trained": "with sequence parallelism too: the losses",
-        "sp_weights": "and the weights"},
-        flags={"kept": "numbers in them have changed", "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
+        "sp_trained": "with sequence parallelism, the losses are right",
+        "sp_weights": "and so are the weights"},
+        flags={"kept": "some numbers have changed", "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("vocabulary-loss", "14",
              ("course.parallel.tensor_parallel.vocabulary.losses_and_softmax",
               "course.parallel.tensor_parallel.vocabulary.minus_target"),
@@ -376,25 +376,25 @@ EXERCISES = [
         "values": "every rank gets the losses of all tokens",
         "gradient": "the gradient of its columns of the logits is right",
         "large": "logits of 10,000 and more do not overflow",
-        "narrow": "the loss of 16-bit logits is taken in float32",
+        "narrow": "it computes the loss of 16-bit logits in float32",
         "numbers": "ranks exchange no more than three numbers a token",
-        "kept": "the logits are left as they are",
+        "kept": "it does not change the logits",
         "trained": "the library trains a GPT with it: the losses of two steps are those of one process",
         "weights": "and so are the weights"},
         flags={"numbers": "they exchange more", "kept": "they have changed"}, tolerance=FLOAT32,
         sizes=(2, 4), limits=RANKS, points=3),
     Exercise("read-index", "14", ("course.data.text.indexed_files.read_index",), draw_files, run_read_index, {
-        "kind": "the kind of number is that of the header",
+        "kind": "the dtype is the one in the header",
         "lengths": "the lengths are right",
-        "pointers": "the pointers are",
-        "documents": "the documents are, though a file may go on after them",
+        "pointers": "the pointers are right",
+        "documents": "the documents are right, even if the file goes on after them",
         "tokens": "the library reads every document with it",
-        "mapped": "lengths, pointers and documents lie in the file, which is mapped and not read",
-        "refused": "damaged files are refused with a `CourseError`"},
+        "mapped": "lengths, pointers and documents are views of the mapped file",
+        "refused": "it refuses damaged files with a `CourseError`"},
         flags={"mapped": "one of them was read or copied",
-               "refused": "one was read as if it were whole, or stopped with an error that tells nobody what to do: "
+               "refused": "it read one as if it were whole, or raised an error that does not help a user: "
                           "`check_header` refuses them all"}, limits=QUICK, points=2),
     Exercise("one-document", "14", (f"{__name__}.document",), draw_files, run_one_document, {
         "sizes": "every document has as many tokens as its sequences have together",
-        "documents": "and they are its own, of one sequence, of several or of none"}, cases=documents_asked, limits=QUICK),
+        "documents": "and they are its own, for one sequence, several or none"}, cases=documents_asked, limits=QUICK),
 ]

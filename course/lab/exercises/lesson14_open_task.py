@@ -23,7 +23,7 @@ CUT = {"token": 0, "qkv": 1, "out": 1, "up": 0, "down": 1}           # the dim o
 
 
 def gumbel(seed: int, position: int, samples: int, columns: Tensor) -> Tensor:
-    """Gumbel noise for the token at a position: of each sample and of these entries of the vocabulary, (samples, n) float64."""
+    """Gumbel noise for the token at a position, for each sample and these columns of the vocabulary, (samples, n) float64."""
     keys = random.fold(random.fold(random.key(seed, "gumbel"), torch.tensor(position)), torch.arange(samples))
     return -(-random.uniform(keys[:, None], columns, torch.float64).log()).log()        # (samples, n)
 
@@ -34,7 +34,7 @@ def rms(x: Tensor, gain: Tensor) -> Tensor:
 
 
 def write_alone(weights: Tensors, tokens: Tensor, count: int, words: int, temperature: float, seed: int) -> Tensor:
-    """What one process writes after a prompt, (B, T) -> (B, T + count). Everything is computed anew for each token."""
+    """What one process writes after a prompt, (B, T) -> (B, T + count). It computes everything again for each token."""
     for _ in range(count):
         B, T = tokens.shape
         x = weights["token"][tokens] + weights["pos"][:T]                                   # (B, T, D)
@@ -191,8 +191,8 @@ EXERCISES = [
         "drawn": "at another temperature, after a prompt in two pieces, they draw what one process draws",
         "sent": "besides the sums over ranks, a rank sends at most 64 bytes for each token of a text",
         "prompt": "while it reads a prompt, no new tensor is larger than this rank's scores, its cache, or 3 B t D",
-        "small": "for a single token, none is larger than this rank's logits, B V / n",
-        "grows": "nor does one grow with the text",
+        "small": "for a single token, no new tensor is larger than this rank's logits, B V / n",
+        "grows": "and none grows with the text",
         "kept": "between calls, a rank keeps its heads' keys and values only"},
         flags={"sent": "more is sent", "prompt": "a larger one is made", "small": "a larger one is made",
                "grows": "a larger one is made, and it grows", "kept": "more is kept"},

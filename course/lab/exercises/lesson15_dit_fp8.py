@@ -19,13 +19,13 @@ from course.models import DiTConfig, build_model, dit
 from course.parallel import initialize_serial
 
 Shaken = TypeVar("Shaken", bound=nn.Module)
-WROTE = "it wrote into what it was given"
+WROTE = "it changed what it was given"
 
 
 def dit_flops(tokens: int, dim: int, hidden: int, depth: int, patch: int) -> int:
-    """Model FLOPs of one sample of DiT, forward and backward: matmuls alone, (m, k) by (k, n) has 2·m·k·n.
+    """Model FLOPs of one sample of DiT, forward and backward. Only matmuls count: (m, k) by (k, n) takes 2·m·k·n.
 
-    hidden: the MLP's width; patch: values of a patch, in and out; the time comes in as 256 waves.
+    hidden: the MLP's width. patch: the values of a patch, in and out. The time enters as 256 waves.
     """
     maps = 2 * tokens * (4 * dim * dim + 2 * dim * hidden)              # qkv, out, up, down
     scores = 2 * 2 * tokens * tokens * dim                              # queries with keys, weights with values
@@ -36,10 +36,10 @@ def dit_flops(tokens: int, dim: int, hidden: int, depth: int, patch: int) -> int
 
 
 def agrees(candidate: Tensor, references: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(gap, spread, whether the candidate agrees): its losses (steps,) beside those of several seeds (seeds, steps).
+    """(gap, spread, whether the candidate agrees), from its losses (steps,) and those of several seeds (seeds, steps).
 
-    Means of `length` losses each. gap: how far the candidate is from the first reference, which has its seed; spread: the
-    standard deviation over the seeds; both relative to the first reference, and then the mean over the windows.
+    A window is the mean of `length` losses. gap: how far the candidate is from the first reference, which has its seed.
+    spread: the standard deviation over the seeds. Both are relative to the first reference, then averaged over the windows.
     """
     means = references.unfold(1, length, length).mean(2)                # (seeds, windows)
     own = candidate.unfold(0, length, length).mean(1)                   # (windows,)
@@ -240,7 +240,7 @@ CURVES = ("a curve that is nearly the reference", "one that is 40% above it thro
           "one that is right in most windows, and far above it in the others",
           "one that is above it by one and a half times the spread", "one that is above it by 0.7 of a narrow spread",
           "one that is a little beyond the seeds in all windows but the two in which they differ most",
-          "one that is a little within the seeds in every window", "the reference, where all seeds are that")
+          "one that is a little within the seeds in every window", "the reference, where all seeds equal it")
 
 
 def run_agrees(inputs: Tensors) -> Tensors:
@@ -268,29 +268,29 @@ def run_agrees(inputs: Tensors) -> Tensors:
 EXERCISES = [
     Exercise("adaln", "15", ("course.models.dit.modulate", "course.models.dit.AdaLNBlock"), draw_block, run_adaln, {
         "modulated": "modulate scales and shifts the features of each sample's tokens",
-        "start": "a block whose modulation gives zeros hands its tokens on as they are",
+        "start": "a block whose modulation gives zeros returns its tokens unchanged",
         "out": "a block with other weights: both branches normalized, modulated and gated",
-        "grads": "and its gradients",
+        "grads": "its gradients are right",
         "loss": "the library's DiT has the right loss with your blocks",
-        "kept": "nothing that was given is written into"}, flags={"kept": WROTE}, points=2),
+        "kept": "your code changes none of its inputs"}, flags={"kept": WROTE}, points=2),
     Exercise("guidance", "15", ("course.inference.diffusion_sampler.guided",), draw_latents, run_guidance, {
-        "none": "with a scale of 1 it is the prediction of the class",
+        "none": "with a scale of 1 it is the prediction with the class",
         "led": "other scales lead away from the unknown class",
-        "channels": "with channels, the first so many are led and the others are as the class has them",
-        "passes": "the model is asked once for both, and where the scale is 1 of the class alone; calls and samples of one "
+        "channels": "with `channels`, it guides only the first ones, and predicts the others with the class",
+        "passes": "it calls the model once for both, and with a scale of 1 for the class alone; calls and samples of one "
                   "prediction with a scale of 1, then of five with others",
-        "precision": "the model computes in the precision that is asked for",
+        "precision": "the model computes in the requested precision",
         "drawn": "the library's sampler draws with it"}, flags={
-        "precision": "of fp32 and bf16, it has one where the other was asked for"}, points=2),
+        "precision": "it computes in fp32 or bf16 where you want the other"}, points=2),
     Exercise("dit-flops", "15", (f"{__name__}.dit_flops",), draw_sizes, run_dit_flops, {
         "flops": "the FLOPs of one sample, forward and backward",
-        "counted": "they are what PyTorch counts in a small model's step"},
+        "counted": "they match what PyTorch counts in a small model's step"},
         flags={"counted": "PyTorch's counter finds another number"}, cases=dit_flops_cases, points=2),
     Exercise("agrees", "15", (f"{__name__}.agrees",), draw_curves, run_agrees, {
-        "gaps": "the gap: means of windows, beside the reference of the same seed",
+        "gaps": "the gap: means of windows, relative to the reference with the same seed",
         "spreads": "the spread of the seeds",
-        "verdicts": "a candidate agrees, 1, if its gap is no larger than the spread, and otherwise not, 0"},
+        "verdicts": "the verdict: 1 if the gap is no larger than the spread, otherwise 0"},
         cases=lambda inputs: list(CURVES), points=2,
-        unknown="no known mistake gives these numbers: try two seeds and two windows by hand. If the verdict alone is wrong: it "
-                "compares the gap with the spread, and looks at no threshold and no single window"),
+        unknown="no known mistake gives these numbers: try two seeds and two windows by hand. If only the verdict is wrong: "
+                "compare the gap with the spread, not with a threshold or in single windows"),
 ]

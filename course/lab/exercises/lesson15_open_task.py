@@ -18,10 +18,10 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor], Step]
 def diagnose(start: Callable[[], Run]) -> str:
     """The name of a training's fault, or "none".
 
-    start(): begins the training anew, from the same weights, and returns `run`.
+    start(): begins the training again, from the same weights, and returns `run`.
     run(latent, noise, time, label): one step on latents and noise (B, 4, 4, 4) float64, times (B,) from 0 to
     1000 and labels (B,) from 0 to 4. Returns {"prediction": the model's before the step, (B, 4, 4, 4),
-    "average": that of the averaged weights, "gradient": the norm of the last map's, for each channel, (4,)}.
+    "average": that of the averaged weights, "gradient": the norm of the last map's gradient by channel, (4,)}.
     """
     run, generator = start(), torch.Generator().manual_seed(0)
     latent = torch.randn(5, 4, 4, 4, generator=generator, dtype=torch.float64)
@@ -90,9 +90,9 @@ def asked(inputs: Tensors) -> list[str]:
 
 EXERCISES = [
     Exercise("diagnose", "15", (f"{__name__}.diagnose",), draw, run_diagnose, {
-        "named": f"the fault of every training is named, in at most {LIMIT} steps",
-        "few": f"at most {FEW} steps of a training are run",
-        "fewest": f"at most {FEWEST} steps of a training are run"},
+        "named": f"it names the fault of every training, in at most {LIMIT} steps",
+        "few": f"it runs at most {FEW} steps of a training",
+        "fewest": f"it runs at most {FEWEST} steps of a training"},
         flags={"few": "some training needed more", "fewest": "some training needed more"},
         levels={"few": "few steps", "fewest": "fewest steps"}, cases=asked,
         read_as={float(number): name for number, name in enumerate(NAMES, 1)},
@@ -103,6 +103,6 @@ EXERCISES = [
                 "layer moves in the first step, the modulation in the second.",
                 "The rows of the last map's gradient that belong to a channel depend on that channel's target. A channel whose "
                 "target is 10 million times smaller than another's still has a gradient in E5M2, but not in E4M3. A target that "
-                "grows a hundredfold saturates for one step; with frozen scales it saturates for ever."),
+                "grows a hundredfold saturates for one step; with frozen scales it saturates forever."),
         limits=Limits(seconds=120)),
 ]

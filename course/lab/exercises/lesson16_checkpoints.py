@@ -28,7 +28,7 @@ Slices = tuple[slice, ...]
 
 
 def put_together(pieces: list[tuple[Box, Callable[[Slices], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
-    """The part `wanted` of a tensor that lies in pieces: of each its box, and `read(slices)`, which reads a part of it."""
+    """Assemble the box `wanted` of a tensor. Each piece is its box and `read(slices)`, which reads a part of the piece."""
     whole = torch.empty([stop - start for start, stop in wanted], dtype=dtype)
     for box, read in pieces:
         shared = overlap(wanted, box)
@@ -39,7 +39,7 @@ def put_together(pieces: list[tuple[Box, Callable[[Slices], Tensor]]], wanted: B
 
 
 def to_ours(theirs: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The other library's attention as ours: see the table."""
+    """Convert the other library's attention to ours; see the table."""
     def rows(x: Tensor) -> Tensor:                   # (heads · 3 · d, ...) -> (3 · heads · d, ...)
         return x.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
@@ -48,7 +48,7 @@ def to_ours(theirs: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 def to_theirs(ours: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Our attention as the other library's: `to_ours` undone."""
+    """Convert our attention to the other library's: the inverse of `to_ours`."""
     def rows(x: Tensor) -> Tensor:                   # (3 · heads · d, ...) -> (heads · 3 · d, ...)
         return x.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
@@ -57,7 +57,7 @@ def to_theirs(ours: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
-    """Write the files of a checkpoint to the folder `name`, and remove the folder `old`, such that a crash loses nothing."""
+    """Write the files of a checkpoint to the folder `name`, and remove the folder `old`, so that no crash loses both."""
     partial = f".{name}.partial"
     for file, data in files.items():
         disk.write(f"{partial}/{file}", data)
@@ -363,32 +363,33 @@ def weigh_publish(inputs: Tensors, noted: Tensors) -> Tensors:
 
 EXERCISES = [
     Exercise("box-overlap", "16", ("course.checkpoint.shards.overlap",), draw_boxes, run_box_overlap, {
-        "nothing": "it says None where two boxes share nothing, and only there",
-        "piece": "the first slices are those of the piece",
-        "wanted": "the second are those of the wanted box",
-        "single": "boxes of single numbers, which have no dims, share these",
-        "read": "the library puts boxes of a checkpoint together with it"}, flags={
-        "single": "it says None",
+        "nothing": "it returns None exactly where two boxes share nothing",
+        "piece": "the first slices index the piece",
+        "wanted": "the second slices index the wanted box",
+        "single": "two boxes without dims share their single number",
+        "read": "the library assembles boxes of a checkpoint with it"}, flags={
+        "single": "it returns None",
         "read": "what it read is not what was saved"}, limits=QUICK),
     Exercise("put-together", "16", (f"{__name__}.put_together",), draw_layouts, run_put_together, {
-        "values": "the boxes of three layouts come from the pieces of each other, number by number",
-        "read": "what is wanted is read once, and nothing else",
-        "formats": "integers and bfloat16 come through as they are, bit for bit",
-        "single": "so does a single number, such as Adam's count of steps, whose box () has no sides"},
-        flags={"single": "another number came"}, limits=QUICK, points=2, tolerance=0.0),
+        "values": "it assembles every box of three layouts from the pieces of each of them",
+        "read": "it reads each wanted number once, and no others",
+        "formats": "integers and bfloat16 keep every bit",
+        "single": "so does a single number with the box (), such as Adam's step count"},
+        flags={"single": "it returned another number"}, limits=QUICK, points=2, tolerance=0.0),
     Exercise("translate", "16", (f"{__name__}.to_ours", f"{__name__}.to_theirs"), draw_attention, run_translate, {
         "weights": "to_ours: the two weights are right",
-        "biases": "to_ours: and so are the two biases",
+        "biases": "to_ours: the two biases are right",
         "output": "with them our attention computes what theirs does",
         "back": "to_theirs: weights and biases are right",
-        "kept": "the tensors that were given stay as they are"}, flags={
-        "kept": "they are written into, or turned"}, limits=QUICK, points=3),
+        "kept": "it does not change the tensors that it is given"}, flags={
+        "kept": "some were overwritten or transposed"}, limits=QUICK, points=3),
     Exercise("publish", "16", (f"{__name__}.publish",), draw_files, run_publish, weigh=weigh_publish, claims={
-        "half": "after no crash is there half a checkpoint under the new name",
-        "none": "after every crash there is a whole one, the old or the new",
-        "lasting": "when it has returned, a crash cannot take the new one away",
-        "tidy": "and nothing but the new one is left"}, flags={
-        "half": "the power failed, and some of its files were not there, or not whole",
-        "none": "the power failed, and neither was there",
-        "lasting": "the name was not safe", "tidy": "other files are there, or some of its own are not"}, limits=QUICK, points=2),
+        "half": "no crash leaves an incomplete checkpoint under the new name",
+        "none": "every crash leaves a whole checkpoint, the old one or the new one",
+        "lasting": "once it has returned, no crash can lose the new checkpoint",
+        "tidy": "only the new checkpoint is left"}, flags={
+        "half": "the power failed, and some of its files were missing or incomplete",
+        "none": "the power failed, and neither was there whole",
+        "lasting": "its name was not safe yet", "tidy": "there are other files, or some of its own are missing"},
+        limits=QUICK, points=2),
 ]

@@ -49,7 +49,7 @@ def logits(c: GPTConfig, get: Callable[[str], Tensor], tokens: Tensor) -> Tensor
 
 
 def convert_foreign(checkpoint: Checkpoint, run: Callable[[Tensor], Tensor], c: GPTConfig) -> dict[str, Tensor]:
-    """The weights of another library's model by the serial names of our GPT, in the formats of its files.
+    """Return the weights of another library's model under the serial names of our GPT, with the dtypes of its files.
 
     checkpoint.index: {name of a tensor: its file}. checkpoint.shapes(file): {name: shape}. checkpoint.read(file,
     name): a tensor. run(tokens): the model's logits (T, V) float64, for tokens (T,). c: our configuration of it.
@@ -185,29 +185,29 @@ def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
     theirs = [layout for layout, off in zip(layouts, wrong, strict=True) if off]
     others = set[str]().union(*(layout for layout, off in zip(layouts, wrong, strict=True) if not off))
     alike = sorted(set.intersection(*theirs) - others) if theirs and others else []
-    return f"wrong are the models, and only they, of which this is true: {'; '.join(alike)}" if alike else ""
+    return f"exactly these models are wrong: {'; '.join(alike)}" if alike else ""
 
 
 EXERCISES = [
     Exercise("convert-foreign", "16", (f"{__name__}.convert_foreign",), draw, run, {
-        "logits": f"our model gives every model's logits, which were asked for at most {LIMIT} times",
-        "formats": "each tensor has the format that it has in the files",
+        "logits": f"our GPT computes every model's logits, with at most {LIMIT} calls of `run` each",
+        "formats": "each tensor keeps its dtype from the files",
         "once": "no model is run more than once",
-        "copies": "never are there two copies of the weights at once"},
-        flags={"formats": "some have another", "once": "some model is run more often",
+        "copies": "two copies of the weights are never in memory at once"},
+        flags={"formats": "some have another dtype", "once": "some model is run more often",
                "copies": "tensors of twice the checkpoint's bytes are alive at once"},
         levels={"once": "one call", "copies": "memory budget"},
         cases=lambda inputs: ["a sum of the logits, where " + in_words(draw_case(*case)[2]) for case in cases(inputs)],
         ladder=("Most of a layout shows in the shapes: D, 2D, 3D, H, 2H and V all differ. Write down what is left open: which "
-                "of several tensors with one shape is which, in which order parts are stacked, which elements rotary turns. "
-                "Try all combinations, and keep the one with the model's logits.",
+                "of several tensors with one shape is which, in which order parts are stacked, which elements rotary positions "
+                "rotate. Try all combinations, and keep the one with the model's logits.",
                 "The logits of the first token do not depend on queries, keys or rotary positions: it attends to itself alone. "
                 "So the choices can be made in two stages, both with the logits of a single call, since attention is causal.",
                 "`logits` asks for each tensor when it needs it. Pass it a function that reads the tensor from the files and "
-                "lays it out, for the combination that is tried. Make the dict once, when the combination is found."),
+                "lays it out for the combination that you try. Make the dict once, when you have found the combination."),
         explain=explain,
-        unknown="take the case that is named, and print how far its best combination is from the model's logits. If none is "
-                "within rounding, you do not try the right one, or you read a stale tensor: the index says which file counts. If "
-                "several are, the text is too short: the first token tells nothing of queries, keys and rotary positions",
+        unknown="take the case named above, and print how far its best combination is from the model's logits. If none matches "
+                "up to rounding, you do not try the right one, or you read a stale tensor: the index says which file counts. If "
+                "several match, the text is too short: the first token says nothing about queries, keys and rotary positions",
         limits=Limits(seconds=120)),
 ]

@@ -149,10 +149,10 @@ def asked(inputs: Tensors) -> list[str]:
 
 EXERCISES = [
     Exercise("plan-layout", "17", (f"{__name__}.plan_layout",), draw, run, {
-        "seconds": "each layout fits and is within 3% of the fastest, and where none fits there is none",
-        "some": f"at most {SOME} layouts of a machine are measured",
-        "few": f"at most {FEW} layouts of a machine are measured"},
-        flags={"some": "for some machine more are measured", "few": "for some machine more are measured"},
+        "seconds": "each layout fits and is within 3% of the fastest, and it is None where none fits",
+        "some": f"it measures at most {SOME} layouts of a machine",
+        "few": f"it measures at most {FEW} layouts of a machine"},
+        flags={"some": "it measures more on some machine", "few": "it measures more on some machine"},
         levels={"some": f"{SOME} measurements", "few": f"{FEW} measurements"}, cases=asked,
         read_as={NONE: "no layout", MISFIT: "a layout that does not fit"},
         ladder=("Begin with a loop over `layouts(model, machine)` that measures all of them: that is the first level. What does "

@@ -19,7 +19,7 @@ def block_flops(tokens: int, dim: int, hidden: int, kv_dim: int, causal: bool) -
     """FLOPs that a step executes for one sample in one block: (linear maps, attention), forward and backward.
 
     Queries have `dim` features, keys and values `kv_dim` each. Fused attention computes its scores again in the backward pass,
-    and with a causal mask half of everything.
+    and with a causal mask only half of everything.
     """
     weights = dim * (dim + 2 * kv_dim) + dim * dim + 2 * dim * hidden
     forward, backward = 4.0 * tokens**2 * dim, 10.0 * tokens**2 * dim
@@ -27,7 +27,7 @@ def block_flops(tokens: int, dim: int, hidden: int, kv_dim: int, causal: bool) -
 
 
 def activation_bytes(tokens: int, dim: int, hidden: int, tp: int, sp: bool) -> float:
-    """Bytes that one eager block in bf16 keeps for backward on a rank, of so many tokens, cut over tp ranks; sp: norms too.
+    """Bytes that one eager bf16 block, cut over tp ranks, keeps for backward on one rank; sp: with sequence parallelism.
 
     Norms' inputs are float32. With sequence parallelism the linears gather their input again in the backward pass.
     """
@@ -37,7 +37,7 @@ def activation_bytes(tokens: int, dim: int, hidden: int, tp: int, sp: bool) -> f
 
 
 def all_reduce_seconds(size: float, ranks: int, latency: float, bandwidth: float) -> float:
-    """Seconds of a ring all-reduce of `size` bytes: its steps one after another, each `latency` and the bytes of a piece."""
+    """Seconds of a ring all-reduce of `size` bytes: its steps in turn, each `latency` and the time of a piece."""
     steps = 2 * (ranks - 1)
     return steps * (latency + size / ranks / bandwidth)
 
@@ -45,7 +45,7 @@ def all_reduce_seconds(size: float, ranks: int, latency: float, bandwidth: float
 def pipeline_seconds(stages: Sequence[float], micros: int, chunks: int) -> float:
     """Seconds of a step of a pipeline: `stages` are the ranks' seconds for one micro-batch, forward and backward.
 
-    The slowest rank does all its micro-batches, and waits once for the others: less with `chunks` on each rank.
+    The slowest rank runs all its micro-batches, and waits once for the others, less with `chunks` on each rank.
     """
     slowest = max(stages)
     return micros * slowest + (sum(stages) - slowest) / chunks
@@ -236,23 +236,23 @@ def runs_asked(inputs: Tensors) -> dict[str, list[str]]:
 EXERCISES = [
     Exercise("block-flops", "17", (f"{__name__}.block_flops",), draw_blocks, run_block_flops, {
         "linears": "the FLOPs of the linear maps are right",
-        "attention": "those of attention are, with a mask and without"}, cases=blocks_asked, limits=QUICK),
+        "attention": "the FLOPs of attention are right, with a mask and without"}, cases=blocks_asked, limits=QUICK),
     Exercise("activation-bytes", "17", (f"{__name__}.activation_bytes",), draw_activations, run_activation_bytes, {
         "tensor": "the bytes are right with tensor parallelism alone (sp=False)",
-        "sequence": "they are with sequence parallelism (sp=True)"}, cases=activations_asked, limits=QUICK),
+        "sequence": "they are right with sequence parallelism (sp=True)"}, cases=activations_asked, limits=QUICK),
     Exercise("all-reduce-seconds", "17", (f"{__name__}.all_reduce_seconds",), draw_rings, run_all_reduce_seconds, {
         "seconds": "the seconds of a ring all-reduce are right, for any size and number of ranks",
-        "bytes": "those of the bytes alone (latency=0)",
-        "steps": "those of the steps alone (size=0)"}, cases=rings_asked, limits=QUICK),
+        "bytes": "the seconds of the bytes alone are right (latency=0)",
+        "steps": "the seconds of the steps alone are right (size=0)"}, cases=rings_asked, limits=QUICK),
     Exercise("pipeline-seconds", "17", (f"{__name__}.pipeline_seconds",), draw_stages, run_pipeline_seconds, {
         "alike": "the seconds of a pipeline are right where all ranks take equally long",
-        "unequal": "they are where one rank is slower than the others",
-        "interleaved": "they are with several chunks on each rank",
-        "kept": "the stages that were given stay as they are"}, flags={
-        "kept": "the list is not what it was"}, cases=pipelines_asked, limits=QUICK),
+        "unequal": "they are right where one rank is slower than the others",
+        "interleaved": "they are right with several chunks on each rank",
+        "kept": "it does not change `stages`"}, flags={
+        "kept": "the list has changed"}, cases=pipelines_asked, limits=QUICK),
     Exercise("step-seconds", "17", (f"{__name__}.step_seconds",), draw_runs, run_step_seconds, {
         "one": "the seconds of a step on one GPU are right",
-        "tensor": "they are with tensor parallelism",
-        "pipeline": "they are with a pipeline",
-        "both": "they are with both"}, cases=runs_asked, points=2, limits=QUICK),
+        "tensor": "they are right with tensor parallelism",
+        "pipeline": "they are right with a pipeline",
+        "both": "they are right with both"}, cases=runs_asked, points=2, limits=QUICK),
 ]

@@ -122,13 +122,13 @@ def capturing(graph: "Graph | torch.cuda.CUDAGraph") -> Iterator[None]:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation below autograd, of forward pass, backward pass and optimizer alike."""
+    """Sees every operation below autograd: of the forward pass, the backward pass and the optimizer."""
 
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph = graph
-        self.own_memory: set[int] = set()                   # memory that was made on the tape
-        self.overwritten: list[tuple[Tensor, Tensor]] = []            # what was written over, and the values that it had
+        self.own_memory: set[int] = set()                   # memory that the tape allocated
+        self.overwritten: list[tuple[Tensor, Tensor]] = []            # overwritten tensors, and the values that they had
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def undo(self) -> None:
-        """Give everything its values back; what the tape made gets NaN, for it has not been computed."""
+        """Restore overwritten values. What the tape allocated gets NaN, because nothing has computed it."""
         with torch.no_grad():
             for tensor, values in reversed(self.overwritten):
                 tensor.copy_(values)

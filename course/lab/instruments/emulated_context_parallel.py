@@ -32,7 +32,7 @@ RIGHT = "nothing wrong"
 POSITIONS = "positions begin at 0 on each rank"
 OWN_NOISE = "each rank draws its own noise and time"
 SAME_NOISE = "each rank draws the same noise for its half"
-OWN_HALF = "attention to the own half alone"
+OWN_HALF = "attention to its own half alone"
 NO_GRADIENT = "no gradient through gathered keys and values"
 NOT_AVERAGED = "gradients not averaged over cp"
 CONDITION = "the condition's gradients not averaged over cp"
@@ -72,7 +72,7 @@ class GatheredAttention(nn.Module):
 
     def __init__(self, gradient: bool = True):
         super().__init__()
-        self.gradient = gradient                    # of what other slices made
+        self.gradient = gradient                    # whether other slices' pieces get one
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (R·B, h, T / R, d)
         k, v = (torch.cat([self.seen(x.chunk(RANKS), rank) for rank in range(RANKS)]) for x in (k, v))  # 2 x (R·B, h, T, d)

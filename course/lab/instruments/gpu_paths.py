@@ -47,7 +47,7 @@ def slowest_paths(axes: Sequence[Axis], paths: Sequence[Sequence[int]], placemen
 
 
 def step_seconds(axes: Sequence[Axis], slowest: Sequence[int], speeds: Sequence[Speed]) -> float:
-    """Seconds of a step's messages: one axis after another, and each waits for its slowest path. speeds: of each of `PATHS`."""
+    """Seconds of a step's messages: one axis after another, each at its slowest path. speeds: one for each of `PATHS`."""
     return sum(axis.messages * speeds[path].latency + axis.bytes / speeds[path].bandwidth
                for axis, path in zip(axes, slowest, strict=True))
 

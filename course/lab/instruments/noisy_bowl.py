@@ -16,7 +16,7 @@ MOST_PHASES = 200
 
 @dataclass(frozen=True)
 class Bowl:
-    """A loss of `DIRECTIONS` weights: half the sum of curvature · weight². At first each has an equal part of a loss of 1.
+    """A loss of `DIRECTIONS` weights: half the sum of curvature · weight². At first each weight has an equal part of a loss of 1.
 
     Curvatures have equal ratios, from `steepest` to `flattest`. A sample's gradient has the variance noise · curvature.
     """
@@ -28,14 +28,14 @@ class Bowl:
 
 @dataclass(frozen=True)
 class Job:
-    """What a training run may take, and what takes it."""
+    """The time that a training run has, and what its steps take."""
 
     latency: float                                   # seconds of a step without its samples
     per_sample: float                                # seconds
     seconds: float                                   # of the whole run
 
     def step_seconds(self, batch: int) -> float:
-        """Seconds of a step with so many samples."""
+        """Seconds of a step with this many samples."""
         return self.latency + batch * self.per_sample
 
 

@@ -20,7 +20,7 @@ from course.utils.errors import CourseError
 
 @dataclass(frozen=True)
 class Run:
-    """A training step of a model with one kind of block, cut over tp x pp GPUs, as the numbers that its time follows from."""
+    """A training step of a model with one kind of block, cut over tp x pp GPUs, as the numbers that determine its time."""
 
     samples: int                                    # of a micro-batch
     micros: int                                     # micro-batches of a step
@@ -29,10 +29,10 @@ class Run:
     hidden: int                                     # M, of the MLP
     depth: int                                      # blocks of the whole model
     vocab: int                                      # V, logits of a token; 0: there are none
-    causal: bool                                    # whether attention is
+    causal: bool                                    # whether attention is causal
     tp: int
     pp: int
-    moved: float                                    # bytes that a block's norms, activations, sums move on a rank, a micro-batch
+    moved: float                                    # bytes that a block's norms, activations, sums move, per rank and micro-batch
     update: float                                   # bytes that the optimizer moves on a rank, once a step
 
 

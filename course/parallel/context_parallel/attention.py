@@ -41,7 +41,7 @@ class GatherAttend(nn.Module):
 
 
 def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
-    """The keys and values of all ranks, in the order of time: (2, B, h, T / cp, d) -> (2, B, h, T, d)."""
+    """The keys and values of all ranks, in time order: (2, B, h, T / cp, d) -> (2, B, h, T, d)."""
     order = torch.cat(tokens.order(pairs.device))                       # (T,) the positions, as gathered
     pairs = mappings.gather(pairs, 3, tokens.cp, len(order))
     return permute_tokens(pairs, 3, order.argsort()) if tokens.zigzag else pairs
@@ -92,7 +92,7 @@ METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": GroupedAllT
 
 
 def apply_context_parallel(model: nn.Module, placements: Placements, tokens: SplitTokens, method: str) -> None:
-    """Put the attention of `method` at the model's seams. Raises `CourseError` if all_to_all cannot share out the heads."""
+    """Put the attention of `method` at the model's seams. Raises `CourseError` if all_to_all cannot split the heads evenly."""
     size = tokens.cp.size
     if size == 1:
         return

@@ -110,9 +110,9 @@ def to_bthd(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice]:
-    """Which rows (queries here) and columns (keys from another rank, `source`) see each other: all that is in both slices.
+    """Which rows (queries here) and columns (keys from another rank, `source`) see each other, as two slices.
 
-    Causal means in a zigzag: each rank has a piece from the front and one from the back.
+    Causal attention is in a zigzag: each rank has a piece from the front and one from the back.
     """
     if not causal:
         return slice(None), slice(None)
@@ -122,14 +122,14 @@ def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tu
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Make `out` (B, h, T, d) and `lse` (B, h, T) the answer for the keys of both: means weighed by exp(lse), in place."""
+    """Make `out` (B, h, T, d) and `lse` (B, h, T) the answer for the keys of both: means weighted by exp(lse), in place."""
     both = torch.logaddexp(lse, new_lse)
     out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])
     lse.copy_(both)
 
 
 def rounds(pair: Tensor, axis: Axis, lengths: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(rank it comes from, its keys and values) for every rank of the ring, my own first. The next is under way meanwhile."""
+    """Yield (rank, its keys and values) for every rank of the ring, my own first. Meanwhile the next block is on its way."""
     for turn in range(axis.size):
         source, coming = (axis.rank - turn) % axis.size, None
         if turn < axis.size - 1:

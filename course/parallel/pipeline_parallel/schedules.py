@@ -42,7 +42,7 @@ def one_forward_one_backward(p: int, rank: int, m: int, v: int = 1) -> list[Pass
 def interleaved(p: int, rank: int, m: int, v: int) -> list[Pass]:
     """1F1B in which rounds of micro-batches go through chunk 0 of every rank, then through chunk 1, ... (section 2.2).
 
-    A round has p micro-batches or a few more, where p does not divide m; so m must be at least p.
+    A round has p micro-batches, or a few more if p does not divide m. So m must be at least p.
     """
     count = m // p
     sizes = [m // count + (i < m % count) for i in range(count)]
@@ -53,7 +53,7 @@ def interleaved(p: int, rank: int, m: int, v: int) -> list[Pass]:
 
 
 def alternate(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pass]:
-    """`ahead` forward passes, then forward and backward in turn, then what is left of backward."""
+    """`ahead` forward passes, then forward and backward in turn, then the remaining backward passes."""
     turns = [both for pair in zip(forward[ahead:], backward, strict=False) for both in pair]
     return forward[:ahead] + turns + backward[len(forward) - ahead:]
 

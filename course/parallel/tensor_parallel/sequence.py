@@ -133,10 +133,10 @@ def permute_tokens(x: Tensor, dim: int, order: Tensor) -> Tensor:
 
 
 class SumOverSplitTokens(nn.Module):
-    """A loss's sum over this rank's tokens, completed: the same on every rank that has tokens of the sample.
+    """Complete a loss's sum over this rank's tokens: every rank that has tokens of the sample gets the same sum.
 
-    Gradients are added up over tp, where each rank has its own part of the tokens (reduce | identity), and averaged over
-    cp: there the gradient is multiplied by cp (all-reduce | all-reduce), which the average undoes.
+    Gradients are added up over tp, where each rank has its own part of the tokens (reduce | identity). They are averaged
+    over cp, so there the gradient is multiplied by cp (all-reduce | all-reduce), which the average undoes.
     """
 
     def __init__(self, cp: Axis, tp: Axis):

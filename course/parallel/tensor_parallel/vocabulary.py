@@ -21,7 +21,7 @@ from course.utils.errors import CourseError
 
 
 class VocabularyEmbedding(nn.Module):
-    """Look up the tokens whose rows are here, zeros for those of others, and add up over the ranks."""
+    """Look up the tokens whose rows are here, use zeros for all others, and add up over the ranks."""
 
     def __init__(self, embedding: nn.Embedding, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
@@ -98,7 +98,7 @@ class CrossEntropy(Function):
 def losses_and_softmax(logits: Tensor, column: Tensor, here: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """(losses of all tokens, softmax of this rank's columns): (..., V / tp), 2 x (...) -> (...), (..., V / tp).
 
-    column: which of this rank's columns the target is; here: whether it is one of them. Both results are in float32 or
+    column: the target's column on this rank. here: whether this rank has it. Both results are in float32 or
     float64, in new memory.
     """
     s = logits.to(torch.promote_types(logits.dtype, torch.float32))     # (..., V / tp)
@@ -118,7 +118,7 @@ def minus_target(softmax: Tensor, column: Tensor, here: Tensor) -> Tensor:
 
 
 def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Which of this rank's `rows` each token is (0 for tokens of others), and whether it is here."""
+    """Which of this rank's `rows` belongs to each token (0 for tokens of other ranks), and whether the token is here."""
     row = tokens - axis.rank * rows
     here = (row >= 0) & (row < rows)
     return row.where(here, 0), here
