@@ -26,7 +26,8 @@ LONGEST = "tests/lab/test_lessons.py"                # one process takes minutes
 # of the slow tests whose names begin so, continuous integration runs one part each time; the first that fits counts
 PARTS = {"tests/lab/test_lessons.py::test_masters_execute": 6, "tests/lab/test_sandbox.py": 1, "tests/lab/": 12,
          "tests/bench/": 12, "tests/experiments/": 12, "tests/test_docs.py": 12, "tests/planner/": 6, "tests/data/": 3,
-         "tests/inference/": 3, "tests/training/test_verify": 3, "tests/convert/test_reshard.py": 12, "tests/parallel/": 3}
+         "tests/inference/": 3, "tests/training/test_verify": 3, "tests/convert/test_reshard.py": 12, "tests/parallel/": 6,
+         "tests/training/": 2, "tests/ops/": 2, "tests/fp8/": 2}
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 
