@@ -355,7 +355,7 @@ for part, ms in worker.items():
 lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "%")
 
 # %% [markdown]
-# **What you should see:** about a fifth. The fourth step is often the most expensive. The operating system has to
+# **What you should see:** a fifth to a third. The fourth step is often the most expensive. The operating system has to
 # provide new shared memory for every batch, page by page, and clear it.
 #
 # All five steps use one resource that more workers do not multiply: the machine's **memory bandwidth**. Count in units of
