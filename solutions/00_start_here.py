@@ -56,7 +56,7 @@ lab.begin("00")
 # The line above names the machine that you run on. The lessons run on three kinds of machine:
 #
 # - **A laptop** runs everything on its CPU, with small data. A cell that needs a GPU shows a recorded result instead.
-# - **One GPU** measures these cells itself.
+# - **One GPU** runs these cells itself.
 # - **A cluster** runs your code unchanged, on as many GPUs as you ask for.
 
 # %% [markdown]
@@ -162,7 +162,8 @@ print(f"\nWhile this machine moves one byte, it can do {peak_flops / peak_bytes:
 # ## A large GPU
 #
 # > **Predict.** An NVIDIA H200 has 132 processors, each with units that multiply small matrices in 16-bit formats. How
-# > many times your machine's FLOP/s does it reach in bf16? How many times its bytes a second? What is its balance?
+# > many times your machine's FLOP/s does it reach in bf16? How many times your machine's bytes a second? What is the H200's
+# > balance?
 #
 # (A number in **bf16** has 16 bits. In **TF32** these units read 19 of the 32 bits of a float32. Lesson 04 explains both.)
 
@@ -325,7 +326,7 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # > are they waiting for? And why can a mark on the *left*, such as 1 token, lie **above** the slope?
 #
 # <details><summary>Answer</summary>
-# They wait for the host to start them. Calling an operation costs a few microseconds, whatever its size. Lesson 06 removes this
+# They wait for Python to start them. Calling an operation costs a few microseconds, whatever its size. Lesson 06 removes this
 # <i>launch overhead</i> with CUDA graphs. They also wait for one another: all cores that share a multiplication wait for the
 # slowest. Call <code>torch.set_num_threads(1)</code> and run the cell again: a single core waits for nobody. Which marks
 # move?<br> Above the slope: the measurement multiplies the same small matrices again and again, so they stay in the caches.
@@ -361,7 +362,7 @@ for name, (m, k, n) in shapes.items():
           f"{measured / predicted:5.2f}")
 
 # %% [markdown]
-# **What you should see:** your prediction fits the two largest best. The smaller ones take up to several times as long.
+# **What you should see:** your prediction is closest for the two largest. The smaller ones take up to several times as long.
 #
 # ## How many tokens does it take?
 #

@@ -139,8 +139,8 @@ lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process",
 # </details>
 #
 # So the model has two **seams**. The first is the core of attention, which gets this rank's queries, keys and values.
-# There, surgery inserts a module that fetches the keys and values of the other ranks. The second completes the loss's sum
-# over tokens. Nothing else in the model changes.
+# There, the library inserts a module (**surgery**) that fetches the other ranks' keys and values. The second completes the
+# loss's sum over tokens. Nothing else in the model changes.
 
 # %%
 lab.show("course.parallel.context_parallel.attention.apply_context_parallel")
@@ -360,10 +360,10 @@ for method in my_units:
 
 # %% [markdown]
 # **What you should see:** 12, 18 and 6. All-to-all sends least, and with more ranks it sends less, because the pieces
-# shrink. Gather and ring do not shrink: n − 1 pieces are nearly all tokens, for any n. The ring sends most, and in bf16
-# even more, because its gradients travel in float32. But the ring hides this behind computation. A round's work grows with
-# the square of a piece's tokens, and its bytes grow linearly. So with enough tokens a round computes for longer than it
-# sends.
+# shrink. The bytes of gather and ring do not shrink: with many ranks, n − 1 pieces are nearly all tokens. The ring sends most,
+# and in bf16 even more, because its gradients travel in float32. But the ring hides this behind computation. A round's work
+# grows with the square of a piece's tokens, and its bytes grow linearly. So with enough tokens a round computes for longer than
+# it sends.
 #
 # | | bytes | memory for keys and values | limit |
 # |---|---|---|---|
@@ -438,7 +438,7 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 # rule gives 53%, and <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54%.
 # </details>
 #
-# The work is only badly distributed. Rank 0 has the beginning, which sees little; rank 3 has the end, which sees
+# The only problem is how the work is distributed. Rank 0 has the beginning, which sees little; rank 3 has the end, which sees
 # everything. So give every rank some of both. Cut the tokens into **2 n** pieces. Rank r gets piece r from the front and
 # piece r from the back: a **zigzag**.
 #
@@ -546,7 +546,7 @@ for label, mine in ways.items():
 #
 # ## Exercise: what a round computes
 #
-# The library decided above which half a round computes. Now write that function. Return two slices: which rows (of this
+# Above, the library decided which half to compute in each round. Now write that function. Return two slices: which rows (of this
 # rank's queries) and which columns (of the keys from `source`) see each other. If attention is not causal, everything sees
 # everything. If it is causal, each rank has a zigzag. `queries` and `keys` count both pieces together. The rank has
 # already handled its own keys, so `source` differs from `rank`.

@@ -10,13 +10,14 @@
 # # 13 · Memory
 #
 # Everybody who trains large models knows "CUDA out of memory". Tensor, pipeline and context parallelism exist because
-# something did not fit. In this lesson you find out where the bytes go, and write the two most common remedies. **ZeRO-1**
-# splits what data-parallel ranks all keep. **Activation checkpointing** discards activations and computes them again.
+# something did not fit. In this lesson you find out where the bytes go, and write the two most common remedies. **ZeRO-1** splits
+# the optimizer states, which all data-parallel ranks keep. **Activation checkpointing** discards activations and computes them
+# again.
 #
 # **What you will learn**
 #
 # - how many bytes belong to each parameter, and how many activations a block keeps for each token;
-# - how ZeRO divides weights, gradients and optimizer states over ranks without sending more bytes;
+# - how ZeRO divides weights, gradients and optimizer states over ranks, and which stages send no more bytes;
 # - what recomputing activations saves and what it costs, and which remedy fits which problem.
 #
 # | | |
@@ -153,7 +154,7 @@ print(before)
 # **16-bit training** needs as much. The usual recipe keeps weights and gradients in bf16: 2 + 2 bytes. It adds a float32 copy
 # of the weights to the optimizer states, because bf16 would round small updates away: 4 + 8. That is sixteen again
 # ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), section 3.1). Megatron-LM accumulates gradients in float32,
-# which makes eighteen. 16-bit formats save activations and time.
+# which makes eighteen. 16-bit formats save activation memory and time.
 #
 # ## Activations
 #
@@ -312,7 +313,7 @@ lab.picture(style.stacked(bars, "GB", limits={"one H200": 151},
 # ## Exercise: ZeRO-1
 #
 # To keep it simple, all weights lie end to end in one flat tensor, and the gradients in another. `axis.size` divides their
-# length n.
+# length.
 #
 # - `__init__` makes a parameter of this rank's share (rank r has the r-th part) and gives it to an optimizer. `make` creates
 #   the optimizer: `make([p])` may return `torch.optim.Adam([p], 0.1)`. Keep the optimizer as an attribute, because the check
@@ -410,8 +411,8 @@ lab.show("course.parallel.data_parallel.zero1.ZeRO1")
 #
 # With `precision=bf16`, ZeRO-1 divides one more thing. The optimizer needs float32 weights, but the matrix multiplications
 # use 16-bit casts of them (lesson 04). So each rank keeps float32 **master weights** only for its share (`masters` above),
-# and 16-bit copies of all linear layers. The all-gather then sends half the bytes, and the training is identical to the
-# bit.
+# and 16-bit copies of all linear layers. The all-gather then sends half the bytes, and training gives the same bits as
+# without these copies.
 #
 # > **Predict.** With 2 ranks, how many bytes of optimizer states does each rank keep for each parameter? Will the training
 # > equal that of one process?
@@ -616,9 +617,9 @@ check("recompute")
 # %% [markdown]
 # ## Open task: an Adam that shards
 #
-# *Optional, about 40 minutes. Nothing later needs it.* Your ZeRO-1 had one flat tensor, whose length the number of ranks
-# divides, and an optimizer from outside. Write Adam for real parameters: tensors of several shapes, whose sizes the number of
-# ranks need not divide. Ours has about 25 lines.
+# *Optional, about 40 minutes. Nothing later needs it.* Your ZeRO-1 had one flat tensor, its length a multiple of the
+# number of ranks, and an optimizer from outside. Write Adam for real parameters: tensors of several shapes, whose sizes need
+# not be such multiples. Ours has about 25 lines.
 #
 # **Contract**
 #
@@ -647,7 +648,8 @@ check("sharded-adam")
 # %% [markdown]
 # ## Summary
 #
-# - With Adam each parameter needs 16 bytes, in float32 and in the usual 16-bit recipe. Half of that is states in float32.
+# - With Adam each parameter needs 16 bytes, in float32 and in the usual 16-bit recipe. In float32, half of that is optimizer
+#   states.
 # - A block keeps 16 activations of the shape (B, T, D), 11 with selective recomputing, and only its input with full.
 # - ZeRO-1 does the optimizer's step between the two halves of the all-reduce: 1/n of the states, the same bytes to send.
 # - Full recomputing costs less than a third more FLOPs; selective recomputing costs none.
@@ -689,4 +691,4 @@ lab.beside("ZeRO-1's step over DDP's", my_relative_time, ours["ms"] / rows["ddp"
 # %% [markdown]
 # **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks. The step takes
 # {result: faster_with_copies | .0%} less time than DDP's. Without the 16-bit copies it takes
-# {result: slower_without | .0%} more: the all-gather sends float32 weights, and the first layers wait for them.
+# {result: slower_without | .0%} more than DDP's: the all-gather sends float32 weights, and the first layers wait for them.

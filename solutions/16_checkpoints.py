@@ -205,7 +205,8 @@ for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight",
     print(f"{name:26} one process {one!s:10} each of two ranks {half}")
 
 # %% [markdown]
-# Some tensors are the same on both ranks. The others are halves along the dim that differs. So: concatenate along that dim.
+# Some tensors are the same on both ranks. The others are halves, along the dim that is shorter than the model's. So:
+# concatenate along that dim.
 
 # %%
 def merged(part0: dict[str, Tensor], part1: dict[str, Tensor],
@@ -575,7 +576,7 @@ def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
 check("publish")
 
 # %% [markdown]
-# The library does the same with many ranks. Each rank writes its file into the hidden folder. Rank 0 waits for all, writes
+# The library does the same with many ranks. Each rank writes its file into a hidden folder. Rank 0 waits for all, writes
 # `index.json` with the checksum of each file, and renames. A reader that finds a wrong checksum reports that checkpoint and
 # uses the previous one.
 
@@ -693,9 +694,9 @@ for name, own in in_fp8.scaling.state().items():
           "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
 
 # %% [markdown]
-# Weights agree to a few percent, inputs to about ten, gradients within a small factor, because the batch is different. A
-# scale may be off by a power of two or so: E5M2 has thirty of them. After a few steps, the histories come from the training
-# itself.
+# Scales of weights agree to a few percent, of inputs to about ten, of gradients within a small factor, because the batch is
+# different. A scale may be off by a power of two or so: E5M2 has thirty of them. After a few steps, the histories come from the
+# training itself.
 #
 # ### Their attention and ours
 #
@@ -778,7 +779,7 @@ def to_theirs(ours: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 check("translate")
 
 # %% [markdown]
-# The library's rules are data and pairs of functions that undo each other, like yours:
+# The library writes its rules as data, and as pairs of functions that undo each other, like yours:
 
 # %%
 lab.show("course.convert.rules.Layout")

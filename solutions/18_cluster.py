@@ -22,7 +22,7 @@
 #
 # | | |
 # |---|---|
-# | you need | a laptop; with Slurm installed (Debian, Ubuntu: `apt-get install slurm-wlm munge`) it starts two real nodes |
+# | you need | a laptop; with Slurm installed (Debian, Ubuntu: `apt-get install slurm-wlm munge`) it runs real Slurm |
 # | reading and doing | about 90 minutes |
 # | computing | 2 minutes on two cores |
 # | you write | where ranks meet (5 lines), a batch script (27), a loop (12), how often to save (3); optional: all of a run (40) |
@@ -191,7 +191,7 @@ check("rendezvous")
 
 # %% [markdown]
 # This library does the same in `course/parallel/mesh.py`, if `srun` started the rank and nobody set `MASTER_ADDR` and
-# `MASTER_PORT`. A script that sets them has an easier task. It runs on the first node, so it asks that node for its name,
+# `MASTER_PORT`. A script that sets them has it easier. It runs on the first node, so it asks that node for its name,
 # `$(hostname)`. (Other scripts expand the list: `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`. If both nodes
 # are one machine, as here, only Slurm knows those names, and the network does not.)
 #
@@ -247,7 +247,7 @@ lab.picture(figures_cluster.time_limit(),
 #
 # <details><summary>Answer</summary>
 # Requeuing a running job <em>ends</em> it: Slurm sends its processes TERM, and a little later KILL. The ranks have just
-# begun to save. With a small model this goes well every time, until the model is large.
+# begun to save. With a small model this goes well every time; with a large one it does not.
 # </details>
 #
 # ## Exercise: a batch script, from a blank page
@@ -463,7 +463,7 @@ print(f"starts: {1 + job.restarts}, you said {my_starts}")
 # You get the parts of a training run. `load()` restores the newest checkpoint and returns its step (0 if there is none).
 # `step(n)` does step n. `save(n)` writes a checkpoint of the state after step n.
 #
-# - Train up to step `last`. Save after each step that `every` divides, and at the end.
+# - Train up to step `last`. Save after each multiple of `every` steps, and at the end.
 # - At USR1 (`signal.signal(signal.SIGUSR1, handler)`) save and return 75, at the latest one step later.
 # - Return 0 when step `last` is done, even if a signal came. Never save a state twice.
 #
@@ -754,7 +754,7 @@ report = {"undisturbed": "runs/gpt-demo/lesson18-undisturbed",
 measured = {"layout": "", "checkpoint_minutes": 0.0, "share_lost": 0.0}
 
 # %% [markdown]
-# Save the notebook. Then, in a terminal, in a job or without one:
+# Save the notebook. Then, in a terminal, in a job (first line) or without one (second):
 #
 #     sbatch --ntasks=1 submit/check.sh notebooks/18_cluster_mine.ipynb
 #     bash submit/check.sh notebooks/18_cluster_mine.ipynb
@@ -784,7 +784,7 @@ print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "",
 #   were read.
 # - `job.state()` returns the weights and all other states, 4096 bytes. `job.restore(state, position)` takes them back.
 # - `job.disk` has `names()`, `read(path)`, `write(path, data)`, `flush(path)`, `rename(old, new)` and `remove(path)`. What is not
-#   flushed can be lost, as in [lesson 16](16_checkpoints.ipynb): bytes by a file's flush, names by a flush of their folder, `""`.
+#   flushed can be lost, as in [lesson 16](16_checkpoints.ipynb): flush a file to keep its bytes, its folder, `""`, to keep names.
 #
 # What happens to it, each in a run of its own:
 #
