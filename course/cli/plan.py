@@ -14,9 +14,9 @@ from rich.table import Table
 from course import config as configuration
 from course.cli.presets import sizes
 from course.config import Config, schema
-from course.config.validation import context_method
+from course.config.context_choice import context_method
 from course.models import GPTConfig
-from course.planner import flops, host_overhead, infeasible, kernel_efficiency
+from course.planner import flops, host_overhead, kernel_efficiency, why_infeasible
 from course.planner import hardware as hardware_presets
 from course.planner.search import Layout, Plan, as_plain, find_layouts
 from course.planner.search_space import FREE, KEYS, settings
@@ -235,7 +235,7 @@ def reasons(plan: Plan) -> list[str]:
     if plan.misfits:
         count = len(plan.misfits)
         lines.append(f"{count:,} layout{'s do' if count > 1 else ' does'} not fit in any variant: "
-                     + infeasible.nearest(plan.asked, plan.misfits) + ".")
+                     + why_infeasible.nearest(plan.asked, plan.misfits) + ".")
     if plan.refused:
         kinds: dict[str, tuple[str, int]] = {}      # sentence without its numbers -> an example, and how many
         for sentence, count in plan.refused.items():

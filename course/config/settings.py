@@ -108,7 +108,7 @@ class Parallel:
     # with sp: how linears overlap communication with their matmuls. symmetric: ranks of one node write into each other's memory
     # over NVLink. auto: symmetric where the GPUs allow it, else nccl; none with native FP8, which multiplies whole tensors
     overlap: Literal["auto", "none", "nccl", "symmetric"] = "auto"
-    # how attention works across cp. auto: the fastest that the heads allow (`context_choice` in course/config/validation.py)
+    # how attention works across cp. auto: the fastest that the heads allow (`course/config/context_choice.py`)
     context: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # order of a pipeline's forward and backward passes
     data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: they are not

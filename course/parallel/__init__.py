@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from course.config.validation import shared_heads
+from course.config.context_choice import shared_heads
 from course.models import Model
 from course.parallel.context_parallel.attention import apply_context_parallel, check_attention, needs_zigzag
 from course.parallel.data_parallel import build_gradient_sync

@@ -5,7 +5,7 @@ Each term has its own function. `memory.py` says which terms are alive at which 
 
 
 from course.config import Config
-from course.config.validation import attention_leaves_graph, context_method
+from course.config.context_choice import attention_leaves_graph, context_method
 from course.models import DiTConfig, GPTConfig
 from course.models.linears import linears
 from course.ops.number_formats import LOW_PRECISION

@@ -7,7 +7,7 @@ write (`kernel_efficiency.py`), and that of collectives from the bytes they move
 import math
 from collections.abc import Callable
 
-from course.config.validation import attention_leaves_graph
+from course.config.context_choice import attention_leaves_graph
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear

@@ -25,8 +25,8 @@ from course.ops.number_formats import parameter_dtype
 from course.parallel import Mesh
 from course.parallel.agree import run_on_all
 from course.planner import memory
-from course.planner.infeasible import TERMS
 from course.planner.search_space import changed, get_value
+from course.planner.why_infeasible import TERMS
 from course.utils.errors import CourseError, is_out_of_memory
 
 SURE = 0.75                                         # of the predicted tensor bytes: no run should need less

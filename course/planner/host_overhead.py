@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from course.config import Config
-from course.config.validation import attention_leaves_graph, context_method
+from course.config.context_choice import attention_leaves_graph, context_method
 from course.models import GPTConfig, family_of
 from course.planner.hardware import RESULTS, Hardware, table_file
 from course.planner.parameter_memory import uneven

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from course.config import Config
-from course.config.validation import context_method
+from course.config.context_choice import context_method
 from course.models import DiTConfig, GPTConfig
 from course.models.dit import TimestepEmbedder
 from course.ops.number_formats import LOW_PRECISION

@@ -12,7 +12,7 @@ from typing import Literal
 
 from course.config import Config, Parallel
 from course.config.axes import AXES, check_ep
-from course.config.validation import context_method
+from course.config.context_choice import context_method
 from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
 from course.ops.number_formats import LOW_PRECISION

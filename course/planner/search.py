@@ -6,7 +6,7 @@
 
 `search_space.py` lists layouts and their variants; the plan holds the fastest variant of each layout. `step_time.predict` gives
 its time and `memory.predict` its memory. A variant must leave a share of the GPU's memory free (`FREE`): a run that is
-slower than predicted goes on, but one that lacks memory ends. `infeasible.py` explains what does not fit.
+slower than predicted goes on, but one that lacks memory ends. `why_infeasible.py` explains what does not fit.
 
 The search has two stages. First, for every layout, it tries all micro-batches (divisors of a rank's samples), schedules and
 numbers of chunks, each with the least recomputation that fits, which is usually the fastest. Then it refines the most promising
@@ -29,7 +29,6 @@ from course.config.axes import AXES
 from course.config.validation import refusal
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware, unsupported
-from course.planner.infeasible import TooLarge, no_layout, nothing_fits, too_large
 from course.planner.memory import Memory
 from course.planner.rank_workload import workload_of
 from course.planner.search_space import (
@@ -53,6 +52,7 @@ from course.planner.search_space import (
     trainable_layouts,
 )
 from course.planner.step_time import Time
+from course.planner.why_infeasible import TooLarge, no_layout, nothing_fits, too_large
 from course.utils.errors import CourseError
 
 FEW = 8                                             # GPUs up to which all choices are tried together

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from course.config import Config
-from course.config.validation import context_method
+from course.config.context_choice import context_method
 from course.fp8 import native, transformer_engine
 from course.models import Model, build_model
 from course.ops import attention

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from course.config import Config
-from course.config.validation import attention_leaves_graph
+from course.config.context_choice import attention_leaves_graph
 from course.models import Model
 from course.training.activation_checkpointing import wrap_forward
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from course import config as configuration
 from course.checkpoint import checkpoint
 from course.config import Config, schema
-from course.config.validation import context_choice, num_microbatches, refusal
+from course.config.context_choice import context_choice
+from course.config.validation import num_microbatches, refusal
 from course.data import data_files, train_loader
 from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens

@@ -7,7 +7,8 @@ import pytest
 
 from course import config
 from course.bench import results
-from course.config.validation import context_choice, context_method, refusal
+from course.config.context_choice import context_choice, context_method
+from course.config.validation import refusal
 from course.convert.reshard import pretended
 from course.models import build_model
 from course.parallel import World, build_mesh, parallelize

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from course.bench import recorded_steps
-from course.config import Config, load, validation
+from course.config import Config, context_choice, load, validation
 from course.lab.figures.style import MARKS, label, name_rows, panel
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.planner import hardware as presets
@@ -199,7 +199,7 @@ def signature(c: Config, kind: str) -> tuple[Any, ...]:
     return (kind, c.model, t.global_batch, min(t.micro_batch or share, share), t.recompute, c.precision, c.fp8.by, c.compile,
             c.graphs, c.kernels, c.attention, c.optim.ema > 0, c.stream if c.precision != "tf32" else "",
             c.data.source if isinstance(c.model, ViTConfig) else "", p.dp, p.tp, p.cp, p.pp,
-            (p.sp, p.overlap if p.sp else "") if p.tp > 1 else "", validation.context_method(c) if p.cp > 1 else "",
+            (p.sp, p.overlap if p.sp else "") if p.tp > 1 else "", context_choice.context_method(c) if p.cp > 1 else "",
             (p.schedule, p.chunks) if p.pp > 1 else "", (p.zero, p.data, p.bucket_mb) if p.dp * p.cp > 1 else "")
 
 
