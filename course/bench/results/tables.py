@@ -244,22 +244,11 @@ def of_experts(gpus: int, field: str, case: str) -> float | None:
     return next((row[field] for row in load("experts_h200")["rows"] if (row["gpus"], row["case"]) == (gpus, case)), None)
 
 
-def context_step(case: str, gpus: int, method: str, graphs: bool) -> dict[str, Any]:
-    """The row of `experiments.context_steps` with this case, method and way to launch."""
-    return next(row for row in load("context_steps_2xh200")["rows"]
-                if (row["case"], row["gpus"], row["context"], row["graphs"]) == (case, gpus, method, graphs))
-
-
-def of_context_steps(case: str, gpus: int, method: str, graphs: bool) -> float:
-    """Milliseconds of such a row."""
-    return context_step(case, gpus, method, graphs)["ms"]
-
-
 def context_loss_gap() -> float:
     """The largest relative difference of a loss over two GPUs from that of the same step on one."""
     rows = [row for row in load("context_steps_2xh200")["rows"] if row["gpus"] == 2]
     pairs = [(found, wanted) for row in rows for found, wanted in zip(
-        row["losses"], context_step(row["case"], 1, "", row["graphs"])["losses"], strict=True)]
+        row["losses"], value("context_steps_2xh200", row["case"], "losses", gpus=1, graphs=row["graphs"]), strict=True)]
     return max(abs(found / wanted - 1) for found, wanted in pairs)
 
 
@@ -386,10 +375,11 @@ TABLES = {
                          at("J", ".2f", "gpt_h200", "124M, one sample: {0}", "joules_per_sample")], {
         "Triton kernels, in a graph": (f"bf16, {TRITON}",), "compiler's kernels, in a graph": (f"bf16, {NARROW}, in a graph",),
         "compiler's kernels": (f"bf16, {NARROW}",), "Hugging Face's GPT-2, compiled": ("Hugging Face's GPT-2, bf16, compiled",)}),
-    "context-steps": Table([fed(header, ".1f", of_context_steps, gpus, method, True) for header, gpus, method in (
-        ("1 GPU", 1, ""), ("gather", 2, "gather"), ("ring", 2, "ring"), ("all-to-all", 2, "all_to_all"))]
-        + [fed(f"{header}, no graph", ".1f", of_context_steps, gpus, method, False) for header, gpus, method in (
-            ("1 GPU", 1, ""), ("gather", 2, "gather"))], {case: (case,) for case in (
+    "context-steps": Table([at(header, ".1f", "context_steps_2xh200", "{0}", "ms", gpus=gpus, context=method, graphs=graphs)
+                            for header, gpus, method, graphs in (
+                                ("1 GPU", 1, "", True), ("gather", 2, "gather", True), ("ring", 2, "ring", True),
+                                ("all-to-all", 2, "all_to_all", True), ("1 GPU, no graph", 1, "", False),
+                                ("gather, no graph", 2, "gather", False))], {case: (case,) for case in (
                 "DiT-XL/2, 256 px, 32 samples", "DiT-XL/2, 512 px, 16 samples", "GPT 350M, 2 x 8,192 tokens",
                 "weather ViT, 8 samples")}),
     "power": Table([at("MHz", ".0f", "{0}", "{1}", "clock_mhz"), at("W", ".0f", "{0}", "{1}", "power_w"),
