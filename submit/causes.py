@@ -51,10 +51,11 @@ class Causes:
     def late(self):
         return self.since is not None and time.monotonic() - self.since > HOLD
 
-    def release(self):
-        """Print what is held: the cause, then the rest."""
+    def release(self, over=True):
+        """Print what is held: the cause, then the rest. over: whether the job has ended; before, nothing need have failed."""
         first, order = self.cause()
-        self.out.write(first)
+        if over or self.ends:
+            self.out.write(first)
         for rank in order:
             lines = self.held[rank]
             consequence = LOST.search(lines[-1]) and not (rank == order[0] and first.endswith(":\n"))
@@ -104,7 +105,7 @@ def main():
             for line in lines:
                 causes.take(line.decode("utf-8", "surrogateescape") + "\n")
         if causes.late():
-            causes.release()
+            causes.release(over=False)
     if rest:
         causes.take(rest.decode("utf-8", "surrogateescape") + "\n")
     causes.release()

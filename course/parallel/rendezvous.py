@@ -54,7 +54,7 @@ class Meeting:
         while not over.wait(wait):
             self.register()
             if sentence := self.sentence():
-                print(f"course: {sentence}", file=sys.stderr, flush=True)
+                print(sentence, file=sys.stderr, flush=True)            # without "course: ", which begins what ends a run
             wait = AGAIN
 
     def register(self) -> None:

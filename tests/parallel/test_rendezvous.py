@@ -35,7 +35,7 @@ def joining(**variables: str) -> "subprocess.Popen[str]":
 def told(process: "subprocess.Popen[str]") -> str:
     """The first sentence of a process that waits; it is ended."""
     try:
-        return next((line for line in process.stderr if line.startswith("course: ")), "")
+        return next((line for line in process.stderr if line.startswith("rank ")), "")
     finally:
         process.kill()
         process.communicate()
@@ -46,7 +46,7 @@ def test_a_task_of_slurm_that_is_alone_says_so(pty):
     port = 20000 + os.getpid() % 12000
     more = {"SLURM_PTY_PORT": "40000"} if pty else {}
     sentence = told(joining(**STEP, **more))
-    assert sentence.startswith(f"course: rank 0 waits at 127.0.0.1:{port} for rank 1 of 2. They are tasks of the same Slurm step")
+    assert sentence.startswith(f"rank 0 waits at 127.0.0.1:{port} for rank 1 of 2. They are tasks of the same Slurm step")
     assert "env -u SLURM_STEP_NUM_TASKS course" in sentence and ("srun --pty" in sentence) == pty
 
 
@@ -55,13 +55,13 @@ def test_who_is_there_is_not_named_and_only_the_lowest_tells():
     common = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [joining(**common, RANK=rank) for rank in ("0", "2", "3")]
     try:
-        line = next(line for line in processes[0].stderr if line.startswith("course: "))
+        line = next(line for line in processes[0].stderr if line.startswith("rank 0 waits"))
         assert "for ranks 1 and 4 of 5" in line and "env -u RANK -u WORLD_SIZE" in line
         time.sleep(1.0)
     finally:
         for process in processes:
             process.kill()
-    assert all("course: " not in process.communicate()[1] for process in processes[1:])
+    assert all(" waits " not in process.communicate()[1] for process in processes[1:])
 
 
 @pytest.mark.parametrize("address, why", [

@@ -1,5 +1,7 @@
 """Scripts for machines with GPUs, run here with stand-ins for the programs that they start."""
 
+import importlib
+import io
 import os
 import signal
 import subprocess
@@ -147,6 +149,23 @@ def test_what_the_store_of_pytorch_says_when_rank_0_has_ended_comes_after_what_r
     store = ["2: [rank2]:[W1122 11:16:57.637592805 TCPStore.cpp:125] [c10d] recvValue failed", "2: Exception raised"]
     end = "srun: error: n1: task 0: Exited with exit code 1"
     assert told(*store, "0: course: the cause", end) == ["== first failed rank 0:", "0: course: the cause", *store, end]
+
+
+def test_a_rank_that_waits_for_the_others_at_the_start_has_not_failed():
+    waits = "2: rank 2 waits at 127.0.0.1:20004 for ranks 0, 1 and 3 of 4. They are tasks of the same Slurm step"
+    end = "srun: error: n2: task 3: Exited with exit code 1"
+    assert told(waits, *CAUSE, end) == [waits, "== first failed rank 3:", *CAUSE, end]
+
+
+def test_what_is_held_for_long_and_ends_nothing_is_passed_on_without_a_headline(monkeypatch):
+    monkeypatch.syspath_prepend(SUBMIT)
+    causes = importlib.import_module("causes")
+    out = io.StringIO()
+    held = causes.Causes(out)
+    held.take("1: [rank1]:[W1122 11:16:57.637592805 ProcessGroupNCCL.cpp:125] a warning\n")
+    assert not out.getvalue()
+    held.release(over=False)
+    assert out.getvalue() == "1: [rank1]:[W1122 11:16:57.637592805 ProcessGroupNCCL.cpp:125] a warning\n"
 
 
 def ranks_of(tmp_path, site: str, script: str = "train.sh", **environment: str) -> list[str]:
