@@ -18,7 +18,7 @@ from course.bench import gpu_pool, timing
 from course.bench.command_line import command
 from course.bench.gpu_pool import Row
 from course.parallel import build_mesh, joined
-from course.planner import memory
+from course.planner import peak_memory
 from course.training.assemble import assemble
 
 STEPS = 3
@@ -69,7 +69,7 @@ def main(file: Path) -> None:
         if layout != "alone":
             program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
         row = {"layout": layout, **gpu_pool.start(program, ",".join(gpus[:1 + (layout != "alone")]), timeout=120)}
-        row["planned"] = memory.communicators(config_of(layout), 0) + memory.wires(config_of(layout), 0)
+        row["planned"] = peak_memory.communicators(config_of(layout), 0) + peak_memory.wires(config_of(layout), 0)
         rows.add(row)
         print(json.dumps(row), flush=True)
 

@@ -32,7 +32,7 @@ from course.bench.results import FOLDER
 from course.convert import reshard
 from course.models import DiTConfig, GPTConfig, build_model
 from course.parallel import build_mesh, joined
-from course.planner import flops, hardware, memory, step_time
+from course.planner import flops, hardware, peak_memory, step_time
 from course.planner.rank_workload import workload_of
 from course.planner.step_time import Time
 from course.training.assemble import assemble
@@ -159,7 +159,7 @@ def predicted(row: Row, plain_step: float = 0.0) -> Time:
 
 def predicted_gb(row: Row) -> float:
     """The predicted peak GB that PyTorch allocates on a rank."""
-    return memory.predict(configuration.load(row["preset"], row["settings"])).allocated / 1e9
+    return peak_memory.predict(configuration.load(row["preset"], row["settings"])).allocated / 1e9
 
 
 def drawn(name: str) -> list[Row]:

@@ -22,7 +22,7 @@ from course.bench import gpu_pool, timing
 from course.bench.command_line import command
 from course.bench.gpu_pool import Row
 from course.parallel import build_mesh, joined
-from course.planner import memory
+from course.planner import peak_memory
 from course.training.assemble import assemble
 from experiments import heldout
 
@@ -92,7 +92,7 @@ def start(row: Row, others: float) -> Row:
 
 def planned(row: Row) -> Row:
     """GB that the planner predicts: all that the GPU must hold, and the tensors alone."""
-    found = memory.predict(configuration.load(row["preset"], row["settings"]))
+    found = peak_memory.predict(configuration.load(row["preset"], row["settings"]))
     return {"planned_gb": found.total / 1e9, "planned_tensors_gb": found.allocated / 1e9}
 
 

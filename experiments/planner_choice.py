@@ -26,7 +26,7 @@ from course.bench.command_line import command
 from course.bench.gpu_pool import Row
 from course.config import Config, validation
 from course.parallel import World, build_mesh, joined
-from course.planner import hardware, kernel_efficiency, memory, step_time
+from course.planner import hardware, kernel_efficiency, peak_memory, step_time
 from course.planner.hardware import Hardware
 from course.planner.search import find_layouts
 from course.planner.search_space import Choice, changed, settings
@@ -69,7 +69,7 @@ def neighbors(first: Config, h: Hardware) -> list[Config]:
     changes += [{"parallel.sp": not p.sp}] * (p.tp > 1)
     changes += [{"train.micro_batch": t.micro_batch * 2}] * (validation.micro_batches(first) > 1)
     tried = [changed(first, change) for change in changes]
-    return [one for one in tried if one != first and not validation.refusal(one) and memory.predict(one).total
+    return [one for one in tried if one != first and not validation.refusal(one) and peak_memory.predict(one).total
             <= h.memory][:NEAR]
 
 
@@ -77,7 +77,8 @@ def case(preset: str, own: Sequence[str], base: Config, config: Config, h: Hardw
     """One layout to measure, with its predicted time and memory."""
     chosen = [*own, *settings(config, base)]
     return {"preset": preset, "choice": choice, "name": " ".join([preset, *settings(config, base)]), "settings": chosen,
-            "predicted_ms": 1e3 * step_time.predict(config, h, gpus).step, "predicted_gb": memory.predict(config).allocated / 1e9}
+            "predicted_ms": 1e3 * step_time.predict(config, h, gpus).step,
+            "predicted_gb": peak_memory.predict(config).allocated / 1e9}
 
 
 def main(file: Path, small: bool) -> None:

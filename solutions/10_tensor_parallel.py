@@ -533,7 +533,7 @@ for label, gradient in found.items():
 # adds all of them up in one all-reduce at the end.
 
 # %%
-lab.show("course.parallel.tensor_parallel.sequence.mark_partial")
+lab.show("course.parallel.token_split.mark_partial")
 lab.show("course.parallel.data_parallel.gradients.add_partial_gradients")
 
 # %% [markdown]

@@ -77,7 +77,7 @@ from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
 from course.parallel import Axis, build_mesh
 from course.parallel.context_parallel import block_attention, ring_attention
-from course.parallel.tensor_parallel.sequence import (  # noqa: F401
+from course.parallel.token_split import (  # noqa: F401
     SplitTokens, permute_tokens
 )
 
@@ -381,7 +381,7 @@ for method in my_units:
 #   treatment.
 
 # %%
-lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
+lab.show("course.parallel.token_split.SumOverSplitTokens")
 
 # %% [markdown]
 # > **Question.** Suppose the seam's backward pass were the identity. By what factor would the gradients be wrong? Would
@@ -447,7 +447,7 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 # `total` is a multiple of `2 * size`. Return a tuple: for each rank the positions of its tokens, the front piece first.
 
 # %% exercise="zigzag"
-from course.parallel.tensor_parallel.sequence import zigzag
+from course.parallel.token_split import zigzag
 
 # %%
 check("zigzag")

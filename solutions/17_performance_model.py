@@ -45,7 +45,7 @@ from course.bench import recorded_steps
 from course.bench.results import load, value
 from course.lab.exercises import lesson17_performance_model as answers
 from course.lab.figures import performance_model as figures
-from course.planner import block_time, collectives, flops, hardware, kernel_efficiency, memory
+from course.planner import block_time, collectives, flops, hardware, kernel_efficiency, peak_memory
 
 h200 = hardware.load("h200")
 peak = h200.peak("bf16")
@@ -111,7 +111,7 @@ def half_off(errors):
 fourth = {gpus: held(4, gpus) for gpus in (1, 2, 4)}
 plain_steps = [1e3 * row["plain_step"] for number in (3, 4) for row in load(f"heldout_{number}_h200")["rows"]]
 tf32_gb = value("heldout_h200", "1-04", "memory_gb")
-tf32_predicted_gb, = (memory.predict(config.load(row["preset"], row["settings"])).allocated / 1e9
+tf32_predicted_gb, = (peak_memory.predict(config.load(row["preset"], row["settings"])).allocated / 1e9
                       for row in load("heldout")["configurations"] if row["name"] == "1-04")
 
 # the planner and its sliders
@@ -131,7 +131,7 @@ alone = config.load("gpt-7b", [*FAST, "parallel.dp=1", "train.global_batch=1", "
 def free(recompute, tokens):
     """The share of one H200 that GPT 7B with one sample leaves free."""
     c = replace(alone, model=replace(alone.model, context=tokens), train=replace(alone.train, recompute=recompute))
-    return 1 - memory.predict(c).total / h200.memory
+    return 1 - peak_memory.predict(c).total / h200.memory
 
 
 def longest(recompute):
@@ -155,7 +155,7 @@ from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.instruments.recorded_runs import Rates, Run
 from course.planner import (
-    activation_memory, collectives, flops, hardware, kernel_efficiency, memory, search,
+    activation_memory, collectives, flops, hardware, kernel_efficiency, peak_memory, search,
     step_time
 )
 from course.cli import plan
@@ -375,7 +375,7 @@ lab.beside("times fewer bytes with sequence parallelism, tp = 8", my_times_fewer
 for sp in ("false", "true"):
     c = config.load("gpt-7b", ["model.context=4096", "parallel.tp=8",
                                f"parallel.sp={sp}", "train.global_batch=1"])
-    kept = activation_memory.block(next(memory.ranks(c)))
+    kept = activation_memory.block(next(peak_memory.ranks(c)))
     mine = activation_bytes(4096, 4096, 16384, 8, sp == "true")
     print(f"sp={sp:5}: you count {mine / 1e6:6.1f} MB a block, the library "
           f"{sum(kept.values()) / 1e6:6.1f} MB")
@@ -385,14 +385,14 @@ for sp in ("false", "true"):
 # sequence parallelism, beside faster norms, and it grows with tp. (The library also counts attention's log-sum-exp, one float32
 # number per head and token.)
 #
-# `memory.predict` counts everything that a step needs at its peak. Compare it with recorded peaks:
+# `peak_memory.predict` counts everything that a step needs at its peak. Compare it with recorded peaks:
 
 # %%
 single = [step for step in recorded_steps.one_gpu() if step.config.precision != "fp8"]
 gigabytes = {"ViT": [], "DiT": [], "GPT": []}
 for step in single:
     group = {"vit": "ViT", "gpt": "GPT", "dit": "DiT"}[step.name[:3]]
-    gigabytes[group].append((step.memory_gb, memory.predict(step.config).allocated
+    gigabytes[group].append((step.memory_gb, peak_memory.predict(step.config).allocated
                              / 1e9))
 worst = max(abs(y / x - 1) for points in gigabytes.values() for x, y in points)
 lab.picture(performance_model.scatter(gigabytes, "GB at the peak", "Memory of models "
@@ -421,7 +421,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
                                "train.global_batch=8", f"parallel.tp={tp}",
                                f"parallel.pp={pp}", "parallel.dp=1",
                                "parallel.sp=true"])
-    needs = memory.predict(c)
+    needs = peak_memory.predict(c)
     print(f"tp{tp} pp{pp}: {needs.total / 1e9:4.0f} GB of {h20.memory / 1e9:.0f}, "
           f"activations {needs.activations / 1e9:4.0f} GB, "
           f"{step_time.predict(c, h20).step:.1f} s" + ("   did not fit; you said "

@@ -34,6 +34,7 @@ import zstandard
 
 from course import config
 from course.checkpoint import checkpoint
+from course.checkpoint import index as checkpoint_index
 from course.config import schema
 from course.convert import command, huggingface
 from course.data import Latents
@@ -472,7 +473,7 @@ def test_checkpoints(saved, data):
     (folder / "index.json").write_bytes(data.draw(st.just(as_json(index)) | damaged(as_json(index)) | replaced(index).map(as_json)
                                                   | replaced(index["tensors"]).map(of_tensors) | VALUES.map(as_json)))
     (folder / "rank00000.safetensors").write_bytes(data.draw(st.just(numbers) | tensor_file(numbers)))
-    with suppress(CourseError), mock.patch.object(checkpoint, "check_file", lambda *_: None):
+    with suppress(CourseError), mock.patch.object(checkpoint_index, "check_file", lambda *_: None):
         found, read = checkpoint.newest(folder.parent, lambda text: None)
         assert found == folder
         checkpoint.load(folder, read, model, serial_layout(model), optimizer)

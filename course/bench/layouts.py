@@ -26,7 +26,7 @@ from course.config import Config, Parallel, Train, load
 from course.parallel import World, build_gradient_sync, build_mesh, joined, mappings
 from course.parallel.context_parallel.attention import METHODS, SplitTokens
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
-from course.planner import hardware, memory, step_time
+from course.planner import hardware, peak_memory, step_time
 from course.training.assemble import assemble
 from course.training.compile import compile_parts
 from course.training.optimizer import build_optimizer
@@ -241,7 +241,7 @@ def fsdp(world: World, small: bool) -> Iterator[Row]:
         batch = training.model.example(2 if small else 8, world.device)
         predicted = step_time.predict(config, hardware.load("h200"), world.size).step
         yield measure(name, partial(training.step, batch), world, predicted_ms=1e3 * predicted,
-                      predicted_gb=memory.predict(config).allocated / 1e9)
+                      predicted_gb=peak_memory.predict(config).allocated / 1e9)
         del training
         megatron_grid.free(world)
     for reduce in ("float32", "bfloat16"):

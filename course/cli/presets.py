@@ -7,7 +7,7 @@ import torch
 from course import config as configuration
 from course.config import Config
 from course.config.schema import as_plain, as_text, changed_leaves
-from course.planner import flops, free_memory, memory
+from course.planner import flops, free_memory, peak_memory
 from course.planner.search_space import changed
 
 HEAD = ("preset", "parameters", "active", "GB", "data", "what it is")
@@ -21,7 +21,7 @@ def main(name: str = "") -> None:
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = [(preset, alone(configuration.load(preset))) for preset in configuration.presets()]
-    needs = {preset: memory.predict(config).total for preset, config in found}
+    needs = {preset: peak_memory.predict(config).total for preset, config in found}
     found.sort(key=lambda one: needs[one[0]] >= LAPTOP)
     rows = [HEAD, *(row(preset, config, needs[preset], free_memory.fits(config, free_memory.free(device), device))
                     for preset, config in found)]
@@ -58,7 +58,7 @@ def alone(config: Config) -> Config:
 
 def sizes(config: Config) -> tuple[str, str]:
     """A model's parameters, and those that a token uses, in words: 46.7B, 12.9B."""
-    size = sum(next(memory.ranks(alone(config))).weights)
+    size = sum(next(peak_memory.ranks(alone(config))).weights)
     return count(size), count(size - flops.idle_parameters(config.model))
 
 

@@ -16,7 +16,7 @@ from course.parallel.pipeline_parallel.runtime import Pipeline, split_stages
 from course.parallel.placement import Placement, Placements, serial_placements
 from course.parallel.tensor_parallel.linear import apply_tensor_parallel
 from course.parallel.tensor_parallel.overlap_choice import choose_overlap
-from course.parallel.tensor_parallel.sequence import SplitTokens, WholeTokens, mark_partial, require_seam, split_tokens
+from course.parallel.token_split import SplitTokens, WholeTokens, mark_partial, require_seam, split_tokens
 from course.utils.errors import CourseError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from course.parallel.mesh import Mesh, World, single
 from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.parallel.placement import Placements, serial_placements
 from course.parallel.tensor_parallel.overlap_choice import NO_OVERLAP, Overlap
-from course.parallel.tensor_parallel.sequence import WholeTokens
+from course.parallel.token_split import WholeTokens
 
 
 @dataclass(frozen=True)

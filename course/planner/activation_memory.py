@@ -1,6 +1,6 @@
 """Bytes of activations, logits, temporaries and communication buffers in a training step.
 
-Each term has its own function. `memory.py` says which terms are alive at which moment, and defines the units.
+Each term has its own function. `peak_memory.py` says which terms are alive at which moment, and defines the units.
 """
 
 

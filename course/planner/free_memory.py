@@ -1,7 +1,8 @@
 """Check before a run whether it fits the free memory, and suggest settings that fit if it does not or if memory runs out.
 
-`memory.py` predicts what a step needs. Free memory comes from the GPU, or from the machine and its control groups, which limit
-containers and Slurm jobs. Since a prediction may be wrong, a run is refused only if a share of it (`SURE`) exceeds free memory.
+`peak_memory.py` predicts what a step needs. Free memory comes from the GPU, or from the machine and its control groups, which
+limit containers and Slurm jobs. Since a prediction may be wrong, a run is refused only if a share of it (`SURE`) exceeds free
+memory.
 """
 
 import math
@@ -24,7 +25,7 @@ from course.models import build_model
 from course.ops.number_formats import parameter_dtype
 from course.parallel import Mesh
 from course.parallel.agree import run_on_all
-from course.planner import memory
+from course.planner import peak_memory
 from course.planner.search_space import changed, get_value
 from course.planner.why_infeasible import TERMS
 from course.utils.errors import CourseError, is_out_of_memory
@@ -46,11 +47,11 @@ def check(config: Config, mesh: Mesh) -> None:
     hosts = run_on_all(mesh.all, socket.gethostname)
     ranks = hosts.count(socket.gethostname()) if device.type == "cpu" else 1          # ranks that share this memory
     config = with_dp(config, mesh)
-    needs = min((memory.of_rank(rank) for rank in memory.ranks(config)), key=lambda one: one.allocated)
+    needs = min((peak_memory.of_rank(rank) for rank in peak_memory.ranks(config)), key=lambda one: one.allocated)
     run_on_all(mesh.all, lambda: refuse(config, needs, free(device), ranks, device))
 
 
-def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device: torch.device) -> None:
+def refuse(config: Config, needs: peak_memory.Memory, there: int, ranks: int, device: torch.device) -> None:
     """Raise `CourseError` if `ranks` ranks with these `needs` each cannot fit in `there` bytes."""
     if least_bytes(needs, device) * ranks <= there:
         return
@@ -61,9 +62,9 @@ def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device:
                       f"{cure(config, there / ranks, ranks, device)}; or try anyway with train.check_memory=false")
 
 
-def least_bytes(needs: memory.Memory, device: torch.device) -> float:
+def least_bytes(needs: peak_memory.Memory, device: torch.device) -> float:
     """Bytes that a run needs in any case, given its prediction. A CPU needs no cuBLAS workspace."""
-    return SURE * (needs.allocated - (memory.CUBLAS if device.type == "cpu" else 0))
+    return SURE * (needs.allocated - (peak_memory.CUBLAS if device.type == "cpu" else 0))
 
 
 def check_weights(config: Config, device: torch.device) -> None:
@@ -143,7 +144,7 @@ def fits(config: Config, room: float, device: torch.device) -> bool:
 
 def needed(config: Config, device: torch.device) -> float:
     """Bytes that a run should need. On a CPU everything but weights, gradients and states counts `ON_CPU` times."""
-    needs = memory.predict(config)
+    needs = peak_memory.predict(config)
     if device.type != "cpu":
         return needs.total
     fixed = needs.parameters + needs.gradients + needs.states + needs.average

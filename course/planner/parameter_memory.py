@@ -1,6 +1,6 @@
 """Bytes of a rank's parameters, gradients, optimizer states, moving average and 16-bit copies.
 
-`memory.py` adds activations and temporaries (`activation_memory.py`). A `Rank` describes the share of work of one rank.
+`peak_memory.py` adds activations and temporaries (`activation_memory.py`). A `Rank` describes the share of work of one rank.
 """
 
 from collections.abc import Callable

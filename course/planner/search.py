@@ -5,7 +5,7 @@
     plan.misfits                         # why other layouts do not fit
 
 `search_space.py` lists layouts and their variants; the plan holds the fastest variant of each layout. `step_time.predict` gives
-its time and `memory.predict` its memory. A variant must leave a share of the GPU's memory free (`FREE`): a run that is
+its time and `peak_memory.predict` its memory. A variant must leave a share of the GPU's memory free (`FREE`): a run that is
 slower than predicted goes on, but one that lacks memory ends. `why_infeasible.py` explains what does not fit.
 
 The search has two stages. First, for every layout, it tries all micro-batches (divisors of a rank's samples), schedules and
@@ -27,9 +27,9 @@ from typing import Any
 from course.config import Config
 from course.config.axes import AXES
 from course.config.validation import refusal
-from course.planner import memory, step_time
+from course.planner import peak_memory, step_time
 from course.planner.hardware import Hardware, unsupported
-from course.planner.memory import Memory
+from course.planner.peak_memory import Memory
 from course.planner.rank_workload import workload_of
 from course.planner.search_space import (
     FREE,
@@ -161,7 +161,7 @@ def fastest_or_reason(asked: SearchRequest, start: Config, limit: float = math.i
     `limit` seconds per step or more."""
     layout = fastest(asked, start, limit)
     if layout is None:
-        fits = next((config for config in least_memory_variants(asked, start) if memory.fits(config, asked.room)), None)
+        fits = next((config for config in least_memory_variants(asked, start) if peak_memory.fits(config, asked.room)), None)
         if fits is None:
             return too_large(asked, start)
         if any(get_value(fits, key) != get_value(start, key) for key in WAYS):
@@ -256,8 +256,8 @@ def with_recomputation(asked: SearchRequest, candidate: Config, limit: float) ->
         if refusal(config):
             continue
         time = step_time.predict(config, asked.hardware, asked.gpus, asked.known)
-        if time.step < limit and memory.fits(config, asked.room):
-            layout, limit = Layout(config, memory.predict(config), time), time.step
+        if time.step < limit and peak_memory.fits(config, asked.room):
+            layout, limit = Layout(config, peak_memory.predict(config), time), time.step
         if how == "none" and time.step >= limit:    # found, or too slow: more recomputation is slower
             break
     return layout

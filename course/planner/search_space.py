@@ -20,7 +20,7 @@ from course.config.axes import AXES
 from course.config.schema import as_text
 from course.config.validation import batch_rule, pipeline_rule, refusal, tensor_rule
 from course.models import GPTConfig
-from course.planner import collectives, memory, parameter_memory, step_time
+from course.planner import collectives, parameter_memory, peak_memory, step_time
 from course.planner.hardware import Hardware
 
 # keys that the search chooses unless the user fixes them
@@ -126,7 +126,7 @@ def bucket_of(asked: SearchRequest, config: Config) -> float:
     """
     p = config.parallel
     all_of_it = parameter_memory.wide(config) * max(sum(rank.weights)
-                                                    for rank in memory.ranks(config, memory.fullest(config))) / 2**20
+                                                    for rank in peak_memory.ranks(config, peak_memory.fullest(config))) / 2**20
     over_nodes = min(BUCKET * p.dp * p.cp, 2 ** math.ceil(math.log2(all_of_it))) if asked.gpus > asked.node else 0
     return asked.values("parallel.bucket_mb", [max(asked.config.parallel.bucket_mb, over_nodes)])[0]
 

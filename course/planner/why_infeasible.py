@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from course.config import Config
 from course.config.axes import AXES
-from course.planner import memory
+from course.planner import peak_memory
 from course.planner.search_space import SearchRequest, divisors, least_memory_variants
 
 TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer states", "average": "the weights' average",
@@ -26,7 +26,7 @@ class TooLarge:
 
 def too_large(asked: SearchRequest, start: Config) -> TooLarge:
     """The least memory that a layout needs, and its largest part."""
-    config, needs = min(((one, memory.predict(one)) for one in least_memory_variants(asked, start)),
+    config, needs = min(((one, peak_memory.predict(one)) for one in least_memory_variants(asked, start)),
                         key=lambda variant: variant[1].total)
     term = max(TERMS, key=lambda name: getattr(needs, name))
     return TooLarge({axis: getattr(config.parallel, axis) for axis in AXES}, needs.total, TERMS[term], getattr(needs, term))

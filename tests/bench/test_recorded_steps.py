@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from course.bench import recorded_steps
-from course.planner import block_time, memory
+from course.planner import block_time, peak_memory
 from course.utils.errors import CourseError
 
 STEPS = recorded_steps.steps()
@@ -34,7 +34,7 @@ def test_what_is_measured_without_an_update_is_predicted_without():
 
 
 def test_memory_of_models_on_one_gpu_is_predicted_too():
-    off = {step.name: memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in STEPS
+    off = {step.name: peak_memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in STEPS
            if step.kind == "step" and step.gpus == 1 and not step.name.startswith(("zero", "tp_vit"))}
     assert len(off) > 30
     thin = off.pop("gpt: 124M: bf16, compiled, narrow stream, full recomputation")      # 5 GB, of which little is activations
@@ -46,7 +46,7 @@ def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
     """With delayed scales it multiplies in 16 bits, and 350M's activations are more of its memory than Adam's states."""
     (step,) = [step for step in STEPS if step.name == "gpt: 350M: fp8, compiled, narrow stream, Triton kernels, in a graph"]
     (row,) = [row for row in recorded_steps.rows("gpt_") if row["ms"] == step.ms]
-    found = memory.predict(step.config)
+    found = peak_memory.predict(step.config)
     assert found.moment == "first" and step.memory_gb == row["first_gb"] > 1.05 * row["memory_gb"]
     assert found.allocated / 1e9 == pytest.approx(row["first_gb"], rel=0.005)
 
@@ -91,7 +91,7 @@ def test_a_missing_file_gets_a_sentence():
 def test_most_recorded_steps_are_predicted_well():
     off = [abs(step.error) for step in STEPS]
     whole = [step for step in STEPS if step.kind == "step"]
-    near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
+    near = sum(abs(peak_memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
     assert (near, len(whole)) == (89, 93) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from course.checkpoint import checkpoint
+from course.checkpoint import index as checkpoint_index
 from course.checkpoint.shards import Damaged, Misplaced, Shard, boxes_of, read_box, write_shards
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.models import ViTConfig, build_model
@@ -196,7 +197,7 @@ def test_whatever_happens_to_an_index_it_is_damaged_or_says_the_same(tmp_path):
 def test_of_an_older_index_and_of_a_pieces_header_nothing_comes_but_a_sentence(tmp_path, monkeypatch):
     """Without a checksum not all damage can be seen; what is seen late has to be a sentence, too."""
     path, model, optimizer = save(tmp_path)
-    monkeypatch.setattr(checkpoint, "check_file", lambda *_: None)
+    monkeypatch.setattr(checkpoint_index, "check_file", lambda *_: None)
     good, piece, chance, damaged = without_checksum(path), path / "rank00000.safetensors", random_numbers.Random(10), 0
     data = piece.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
@@ -456,7 +457,7 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_passed_over(tmp_path, monkey
     def fails(*arguments, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checkpoint, "read_file" if what == "index" else "sha256", fails)
+    monkeypatch.setattr(checkpoint_index, "read_file" if what == "index" else "sha256", fails)
     name = "index.json" if what == "index" else "rank00000.safetensors"
     with pytest.raises(CourseError, match=rf"step_000008/{name} cannot be read .*; to resume from an older checkpoint") as error:
         checkpoint.newest(tmp_path, print, ALONE, writes=True)

@@ -13,7 +13,7 @@ from course.convert.reshard import pretended
 from course.models import build_model
 from course.parallel import World, build_mesh, parallelize
 from course.parallel.context_parallel.attention import METHODS
-from course.planner import hardware, memory
+from course.planner import hardware, peak_memory
 from course.planner.step_time import predict
 from course.training.trainer import context_note
 from experiments import context_steps
@@ -86,7 +86,7 @@ def test_the_planner_predicts_what_auto_takes():
                       "parallel.dp=1", "train.global_batch=4", "train.micro_batch=0"]
             auto, *each = (config.load(preset, [*layout, f"parallel.context={how}"]) for how in ("auto", *METHODS))
             taken = next(c for c in each if c.parallel.context == context_method(auto))
-            assert predict(auto, h200) == predict(taken, h200) and memory.predict(auto) == memory.predict(taken)
+            assert predict(auto, h200) == predict(taken, h200) and peak_memory.predict(auto) == peak_memory.predict(taken)
             assert predict(auto, h200).step < 1.08 * min(predict(c, h200).step for c in each), (preset, cp, tp)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from course.bench import gpu_pool, timing
-from course.planner import memory
+from course.planner import peak_memory
 from experiments import communicators
 
 
@@ -14,7 +14,7 @@ def test_a_layout_is_of_one_gpu_or_of_two(layout):
     c = communicators.config_of(layout)
     p = c.parallel
     assert p.pp * p.dp * p.cp * p.tp == 1 + (layout != "alone")
-    assert (memory.communicators(c, 0) > 0) == (layout != "alone")
+    assert (peak_memory.communicators(c, 0) > 0) == (layout != "alone")
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path, monkeypatch):

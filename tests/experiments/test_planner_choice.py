@@ -8,7 +8,7 @@ import pytest
 from course.bench import results
 from course.config import load
 from course.config.validation import refusal
-from course.planner import hardware, memory, step_time
+from course.planner import hardware, peak_memory, step_time
 from experiments import heldout, planner_choice
 
 H200 = hardware.load("h200")
@@ -35,7 +35,7 @@ def test_what_is_measured_is_what_a_user_would_try(preset):
     assert 2 <= sum(case["choice"] == 0 for case in cases) <= planner_choice.NEAR
     for axis in ("pp", "dp", "cp", "tp"):
         assert {getattr(c.parallel, axis) for c in configs} == {1, 2, 4}
-    assert all(refusal(c) == "" and memory.predict(c).total <= H200.memory for c in configs)
+    assert all(refusal(c) == "" and peak_memory.predict(c).total <= H200.memory for c in configs)
     assert all(c.parallel.pp * c.parallel.dp * c.parallel.cp * c.parallel.tp == 4 for c in configs)
     predicted = [case["predicted_ms"] for case in cases if case["choice"]]
     assert predicted == sorted(predicted)

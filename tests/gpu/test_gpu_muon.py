@@ -5,7 +5,7 @@ import torch
 
 from course import config as configuration
 from course.parallel import build_mesh, join
-from course.planner import memory
+from course.planner import peak_memory
 from course.training.assemble import assemble
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,6 +45,6 @@ def test_muon_with_shares_of_one_rank_trains_as_without():
 
 def test_muon_takes_at_most_the_memory_that_is_predicted():
     """The allocator reuses what the CPU's count, which the prediction follows, still holds: 22% less on an H200."""
-    predicted = memory.predict(configuration.load("gpt-124m", SMALL))
+    predicted = peak_memory.predict(configuration.load("gpt-124m", SMALL))
     assert predicted.moment == "optimizer"
-    assert 0.7 < train()[1] / (predicted.allocated - memory.CUBLAS) < 1.08
+    assert 0.7 < train()[1] / (predicted.allocated - peak_memory.CUBLAS) < 1.08

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from course.lab.figures import performance_model, widgets
-from course.planner import memory, step_time
+from course.planner import peak_memory, step_time
 from course.utils.errors import CourseError
 
 FIRST = {name: performance_model.START.get(name, values[0]) for name, values in performance_model.SLIDERS.items()}
@@ -48,7 +48,7 @@ def test_bars_of_time_add_up_to_the_step():
 def test_every_part_of_time_and_memory_has_a_color():
     """No part is left out of a bar, none is in two."""
     for kinds, found in ((performance_model.TIME, step_time.Time().parts),
-                         (performance_model.BYTES, {*memory.TENSORS, "reserve"})):
+                         (performance_model.BYTES, {*peak_memory.TENSORS, "reserve"})):
         parts = [part for _, parts, _, _ in kinds for part in parts]
         assert sorted(parts) == sorted(found)
         assert len({(color, hatch) for _, _, color, hatch in kinds}) == len(kinds)
@@ -83,7 +83,7 @@ def test_steps_of_kernels_by_hand_stand_for_themselves():
 def test_what_fits_leaves_as_much_free_as_the_planner_does(monkeypatch):
     """97% of a GPU are too much, 94% are not."""
     for share, words in ((0.97, "DOES NOT FIT with 5% free"), (0.94, "fits with 5% free")):
-        needs = memory.predict(performance_model.config_of(**ALONE)).total
+        needs = peak_memory.predict(performance_model.config_of(**ALONE)).total
         small = replace(performance_model.presets.load("h200"), memory=needs / share)
         monkeypatch.setattr(performance_model.presets, "load", lambda name, small=small: small)
         assert words in texts(performance_model.explore_step(**FIRST))
@@ -144,5 +144,5 @@ def test_any_position_of_the_sliders_is_predicted_or_refused_in_a_sentence():
             assert ":" in str(error) or "choose" in str(error), error
             continue
         drawn += 1
-        assert found.step > 0 and memory.predict(config).total > 0
+        assert found.step > 0 and peak_memory.predict(config).total > 0
     assert drawn > 5

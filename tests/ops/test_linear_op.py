@@ -19,7 +19,7 @@ from course.parallel.tensor_parallel.linear import (
     RowParallel,
     RowParallelFirstBias,
 )
-from course.parallel.tensor_parallel.sequence import SplitTokens
+from course.parallel.token_split import SplitTokens
 from course.ranks.notebook_ranks import ranks
 
 CPU = torch.device("cpu")

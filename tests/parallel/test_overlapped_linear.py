@@ -21,7 +21,7 @@ from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
 from course.parallel.tensor_parallel.linear import OverlappedRow, RowParallel
-from course.parallel.tensor_parallel.sequence import SplitTokens
+from course.parallel.token_split import SplitTokens
 from course.ranks.collective_mismatch import trace_file
 from course.ranks.collective_trace import Trace
 from course.ranks.notebook_ranks import ranks

@@ -274,7 +274,7 @@ MUTATIONS = {
                                                     "tp=2 dp=2 sp=true zero=3", "vit"),
     "tied weights of two stages not added, with FSDP": (f"{FSDP}.add_partial_gradients", lambda *_: None,
                                                         "pp=2 dp=2 micro=2 zero=3", "gpt"),
-    "a zigzag in the wrong order": ("course.parallel.tensor_parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring",
+    "a zigzag in the wrong order": ("course.parallel.token_split.SplitTokens.order", swapped, "cp=2 context=ring",
                                     "gpt"),
     "blocks of a ring not merged": ("course.parallel.context_parallel.ring_attention.merge", lambda out, lse, new_out,
                                     new_lse: None, "cp=2 context=ring",

@@ -9,7 +9,7 @@ import torch
 from course import config
 from course.cli import main, presets
 from course.inference import forecast_scores
-from course.planner import free_memory, memory
+from course.planner import free_memory, peak_memory
 from course.planner.search_space import changed
 from course.ranks.notebook_ranks import ranks
 from course.training import trainer
@@ -23,7 +23,7 @@ QUIET = ["train.device=cpu", "log.tensorboard=false", "train.steps=1", "train.th
 def refused(preset, there, *settings, count=1):
     c = changed(config.load(preset, settings), {"parallel.dp": count})
     with pytest.raises(CourseError) as caught:
-        free_memory.refuse(c, memory.predict(c), there, count, CPU)
+        free_memory.refuse(c, peak_memory.predict(c), there, count, CPU)
     return str(caught.value)
 
 
@@ -33,7 +33,7 @@ def test_what_is_named_instead_should_fit(preset, there):
     words = refused(preset, there * GB)
     assert f"and {there}.0 GB are free on this machine" in words and words.endswith("try anyway with train.check_memory=false")
     given = words.partition(": set ")[2].partition(";")[0].split()
-    assert given and memory.predict(config.load(preset, given)).total <= there * GB
+    assert given and peak_memory.predict(config.load(preset, given)).total <= there * GB
 
 
 def test_a_model_that_no_setting_makes_fit_is_told_to_be_smaller_or_on_more_gpus():
@@ -47,13 +47,13 @@ def test_processes_of_a_machine_share_its_memory():
     words = refused("gpt-124m", 6 * GB, *settings, count=8)
     assert "for its 8 processes here" in words and "take fewer processes: one fits as it is" in words
     c = config.load("gpt-124m", settings)
-    free_memory.refuse(c, memory.predict(c), 6 * GB, 1, CPU)
+    free_memory.refuse(c, peak_memory.predict(c), 6 * GB, 1, CPU)
 
 
 @pytest.mark.parametrize("name", config.presets())
 def test_what_is_predicted_to_fit_is_never_refused(name):
     c = config.load(name)
-    found = memory.predict(c)
+    found = peak_memory.predict(c)
     free_memory.refuse(c, found, found.total, 1, CPU)
     free_memory.refuse(c, found, round(0.8 * found.allocated), 1, CPU)         # nor what may be predicted by a fifth too high
 
@@ -82,7 +82,7 @@ def refused_on_ranks():
     from course.planner import free_memory
 
     c = config.load("gpt-demo", ["train.device=cpu", "parallel.dp=2"])
-    needs = memory.predict(c)
+    needs = peak_memory.predict(c)
     with mock.patch.object(free_memory, "free", lambda device: round(1.5 * free_memory.least_bytes(needs, device))):
         try:
             free_memory.check(c, build_mesh(c.parallel, join("cpu")))
@@ -110,7 +110,8 @@ def test_memory_that_runs_out_is_told_with_what_should_fit(error, tmp_path, caps
     with mock.patch.object(trainer, "fit", failing), pytest.raises(CourseError, match=r"memory of this machine .* ran out") as e:
         trainer.main(c)
     given = str(e.value).partition(": set ")[2].split()
-    assert given and memory.predict(config.load("gpt-demo", ["train.global_batch=64", *given])).total < memory.predict(c).total
+    less = config.load("gpt-demo", ["train.global_batch=64", *given])
+    assert given and peak_memory.predict(less).total < peak_memory.predict(c).total
     monkeypatch.setattr(main, "app", failing)         # and outside of training, where nothing is known of settings
     with pytest.raises(SystemExit, match=r"course: memory ran out .*: take fewer samples at a time"):
         main.main()
@@ -147,5 +148,5 @@ def test_the_limit_of_a_job_or_container_counts(line, files, expected, tmp_path,
 @pytest.mark.parametrize("preset", ["gpt-124m", "vit-base", "dit-7b"])
 def test_the_list_of_presets_has_the_memory_of_their_own_settings(preset):
     alone = presets.alone(config.load(preset))
-    needs = memory.predict(config.load(preset)).total
-    assert presets.row(preset, alone, needs, False)[3] == f"{needs / 1e9:.1f} " and memory.predict(alone).total == needs
+    needs = peak_memory.predict(config.load(preset)).total
+    assert presets.row(preset, alone, needs, False)[3] == f"{needs / 1e9:.1f} " and peak_memory.predict(alone).total == needs

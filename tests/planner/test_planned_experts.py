@@ -7,7 +7,7 @@ import pytest
 from course.cli import plan, presets
 from course.config import load
 from course.config.validation import refusal
-from course.planner import activation_memory, block_time, collectives, experts_time, flops, hardware, memory, step_time
+from course.planner import activation_memory, block_time, collectives, experts_time, flops, hardware, peak_memory, step_time
 from course.planner.rank_workload import workload_of
 from course.planner.search import find_layouts
 from course.utils.errors import CourseError
@@ -92,9 +92,9 @@ def test_gathered_tokens_are_all_moved_and_need_no_wait():
     assert there == back == pytest.approx(2 * collectives.all_gather(size, work(gathered, 4).groups["ep"]))
     local = step_time.predict(gathered, H200, 4)
     assert local.matmul == pytest.approx(step_time.predict(sent, H200, 4).matmul)       # of the same rows
-    rows = [activation_memory.expert_rows(next(memory.ranks(c))) for c in (sent, gathered)]
+    rows = [activation_memory.expert_rows(next(peak_memory.ranks(c))) for c in (sent, gathered)]
     assert rows[1] == 4 * rows[0] == 4 * 4 * 2 * gathered.model.context
-    assert memory.predict(gathered).activations > 2 * memory.predict(sent).activations
+    assert peak_memory.predict(gathered).activations > 2 * peak_memory.predict(sent).activations
 
 
 def test_imbalance_multiplies_the_rows_of_the_fullest_rank():
@@ -105,7 +105,7 @@ def test_imbalance_multiplies_the_rows_of_the_fullest_rank():
         assert local.choices == 2 * local.tokens and local.rows == share * local.choices
     slow, fast = (step_time.predict(moe("parallel.ep=4", f"parallel.imbalance={x}"), H200, 4) for x in (2, 1))
     assert slow.matmul > 1.3 * fast.matmul and slow.dispatch > 1.5 * fast.dispatch
-    full, even = (memory.predict(moe("parallel.dp=4", "parallel.ep=4", f"parallel.imbalance={x}")) for x in (2, 1))
+    full, even = (peak_memory.predict(moe("parallel.dp=4", "parallel.ep=4", f"parallel.imbalance={x}")) for x in (2, 1))
     assert full.activations > 1.1 * even.activations and full.parameters == even.parameters
     with pytest.raises(CourseError, match=r"parallel.imbalance=0.5 must be at least 1"):
         moe("parallel.imbalance=0.5")
@@ -117,7 +117,7 @@ def test_ranks_average_and_update_a_share_of_the_experts(zero):
     before, after = (step_time.predict(c, H200, 4) for c in (whole, spread))
     assert after.data + after.hidden < before.data + before.hidden
     assert after.optimizer < 0.7 * before.optimizer if zero == 0 else after.optimizer == pytest.approx(before.optimizer, rel=0.05)
-    states = [memory.predict(c).states for c in (whole, spread)]
+    states = [peak_memory.predict(c).states for c in (whole, spread)]
     assert states[1] == pytest.approx(states[0], rel=0.01) if zero else states[1] < 0.5 * states[0]
 
 

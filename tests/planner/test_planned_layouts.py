@@ -15,7 +15,7 @@ from course.fp8 import native
 from course.models import DiTConfig, GPTConfig, ViTConfig, build_model
 from course.parallel import World, build_mesh, parallelize
 from course.parallel.pipeline_parallel.schedules import passes_of
-from course.planner import memory
+from course.planner import peak_memory
 from course.planner.search_space import divisors
 from course.utils.errors import CourseError
 
@@ -83,14 +83,14 @@ def test_what_no_run_can_do_is_a_sentence():
 
 @pytest.mark.parametrize("seed", [0])
 def test_a_pipelines_fullest_rank_is_one_of_the_first_two_or_the_last(seed):
-    """So that `memory.predict` looks at these alone, and a planner has an answer for 64 stages as soon as for 2."""
+    """So that `peak_memory.predict` looks at these alone, and a planner has an answer for 64 stages as soon as for 2."""
     draw, stages = random.Random(seed), Counter()
     for _ in range(1200):
         c = any_config(draw)
         if c.parallel.pp > 1 and not refusal(c):
-            ranks = [memory.of_rank(rank) for rank in memory.ranks(c)]
-            assert memory.predict(c) == max(ranks, key=lambda one: one.total)
-            stages[memory.predict(c).stage] += 1
+            ranks = [peak_memory.of_rank(rank) for rank in peak_memory.ranks(c)]
+            assert peak_memory.predict(c) == max(ranks, key=lambda one: one.total)
+            stages[peak_memory.predict(c).stage] += 1
     assert {0, 1} < stages.keys() and sum(stages.values()) > 100
 
 

@@ -16,7 +16,7 @@ from course.cli import main, plan
 from course.config import load
 from course.config.validation import refusal
 from course.parallel.mesh import groups, lay_out
-from course.planner import collectives, hardware, memory, search, search_space, step_time
+from course.planner import collectives, hardware, peak_memory, search, search_space, step_time
 from course.planner.search import find_layouts
 from course.planner.search_space import divisors, factors
 from course.utils.errors import CourseError
@@ -82,7 +82,8 @@ def test_the_search_finds_what_an_exhaustive_one_finds(preset, monkeypatch):
     greedy search, which is for more GPUs, may miss a layout's best; not the best of all."""
     c = load(preset, SMALL[preset])
     nodes = replace(H100, links=(replace(H100.links[0], span=NODE), *H100.links[1:]))
-    variants = [(sizes_of(one), step_time.predict(one, nodes, 4).step, memory.predict(one).total) for one in every_variant(c, 4)]
+    variants = [(sizes_of(one), step_time.predict(one, nodes, 4).step, peak_memory.predict(one).total)
+                for one in every_variant(c, 4)]
     least, most = (pick(needs for _, _, needs in variants) for pick in (min, max))
     for room in (1.0, 0.3, 0.05):
         h = replace(nodes, memory=least + room * (most - least))
@@ -115,7 +116,7 @@ def test_layouts_fit_differ_and_are_sorted():
     assert steps == sorted(steps)
     for one in found.layouts:
         assert refusal(one.config) == ""
-        assert one.memory == memory.predict(one.config) and one.memory.total <= found.room == 0.95 * H100.memory
+        assert one.memory == peak_memory.predict(one.config) and one.memory.total <= found.room == 0.95 * H100.memory
         assert one.time == step_time.predict(one.config, H100, 16)
 
 
@@ -172,7 +173,7 @@ def test_no_bucket_is_larger_than_what_a_rank_has():
     c = load("gpt-1.3b", ["train.global_batch=4096"])
     request = search_space.SearchRequest(c, H100, 4096, frozenset(), ("bf16",))
     for start in search_space.trainable_layouts(request)[0]:
-        gradients = 4 * max(sum(rank.weights) for rank in memory.ranks(start)) / 2**20
+        gradients = 4 * max(sum(rank.weights) for rank in peak_memory.ranks(start)) / 2**20
         said, ring = start.parallel.bucket_mb, max(25, 4 * start.parallel.dp * start.parallel.cp)
         assert said == ring or gradients <= said < min(2 * gradients, ring)
     whole = search_space.trainable_variant(request, {"pp": 1, "dp": 4096, "cp": 1, "tp": 1}, "bf16")[1]
@@ -302,7 +303,7 @@ def test_a_share_of_the_memory_stays_free():
 def test_what_would_fit_with_nothing_left_free_says_so():
     c = load("gpt-124m")
     asked = search_space.SearchRequest(c, H100, 1, frozenset(), ("bf16",))
-    least = min(memory.predict(one).total for start in search_space.trainable_layouts(asked)[0]
+    least = min(peak_memory.predict(one).total for start in search_space.trainable_layouts(asked)[0]
                 for one in search_space.least_memory_variants(asked, start))
     tightly = replace(H100, memory=1.01 * least)
     with pytest.raises(CourseError, match=r"less the 5% that --free keeps"):
@@ -354,7 +355,7 @@ def test_overlap_is_chosen_with_the_micro_batch():
 
 def test_most_measured_peaks_are_within_what_stays_free():
     """Of whole steps recorded and of held-out configurations, as today's code predicts them."""
-    off = [memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in recorded_steps.steps() if step.kind
+    off = [peak_memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in recorded_steps.steps() if step.kind
            == "step"]
     for name in heldout.SEEDS.keys() - heldout.GRIDS:                   # the lists of `heldout.GRID`
         drawn = {row["name"]: row for row in heldout.listed(name)}

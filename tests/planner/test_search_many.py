@@ -11,7 +11,7 @@ import pytest
 from course.cli import plan
 from course.config import load
 from course.config.validation import refusal
-from course.planner import hardware, memory, search, search_space, step_time
+from course.planner import hardware, peak_memory, search, search_space, step_time
 from course.planner.search import find_layouts
 from course.utils.errors import CourseError
 
@@ -89,11 +89,11 @@ def test_the_tightest_variant_is_among_the_few(preset, settings):
         every = [search_space.changed(start, {**chunks, **others, "train.micro_batch": 1, "train.recompute": "full"})
                  for chunks,
                  others in product(search_space.schedule_choices(request, start), search_space.other_choices(request, start))]
-        needs = [memory.predict(one).total for one in every if not refusal(one)]
-        few = [memory.predict(one).total for one in search_space.least_memory_variants(request, start)]
+        needs = [peak_memory.predict(one).total for one in every if not refusal(one)]
+        few = [peak_memory.predict(one).total for one in search_space.least_memory_variants(request, start)]
         assert min(few) <= min(needs) and len(few) <= 36
-        assert [memory.fits(one, min(needs)) for one in search_space.least_memory_variants(request, start)] == [one <= min(needs)
-                                                                                                                for one in few]
+        fit = [peak_memory.fits(one, min(needs)) for one in search_space.least_memory_variants(request, start)]
+        assert fit == [one <= min(needs) for one in few]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from course.config import load
-from course.planner import hardware, memory, step_time
+from course.planner import hardware, peak_memory, step_time
 from course.planner.search import find_layouts
 
 H20 = hardware.load("h20")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("rates")
 @dataclass(frozen=True)
 class Found:
     time: step_time.Time
-    memory: memory.Memory
+    memory: peak_memory.Memory
 
     @property
     def fits(self):
@@ -35,7 +35,7 @@ class Found:
 def study(preset, tp, pp, *settings):
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.dp={GPUS // tp // pp}", "parallel.sp=true"]
     c = load(preset, [*layout, *settings])
-    return Found(step_time.predict(c, H20, GPUS), memory.predict(c))
+    return Found(step_time.predict(c, H20, GPUS), peak_memory.predict(c))
 
 
 def tell(name, found):

@@ -165,7 +165,7 @@ def merges_without_rescaling_what_was_there():
 
 @fault("gpt", "parallel.cp=2 parallel.context=ring")
 def learns_the_padding_of_a_zigzag():
-    return patch("parallel.tensor_parallel.sequence.PADDING", {"target": 0})
+    return patch("parallel.token_split.PADDING", {"target": 0})
 
 
 @fault("vit", "parallel.pp=2")

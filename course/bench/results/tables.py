@@ -18,7 +18,7 @@ from typing import Any
 
 from course.bench import published_steps, recorded_steps
 from course.bench.results import FOLDER, fill, load, value
-from course.planner import memory
+from course.planner import peak_memory
 from course.utils.errors import CourseError
 
 Words = tuple[Any, ...]
@@ -210,7 +210,7 @@ def today(kind: str) -> tuple[list[float], list[float]]:
                 if (case.group == published_steps.MEGATRON) == (kind == "megatron")], []
     steps = recorded_steps.steps()
     whole = [step for step in steps if step.kind == "step"]
-    return [step.error for step in steps], [memory.predict(one.config).allocated / 1e9 / one.memory_gb - 1 for one in whole]
+    return [step.error for step in steps], [peak_memory.predict(one.config).allocated / 1e9 / one.memory_gb - 1 for one in whole]
 
 
 def errors(file: str, gpus: str = "") -> tuple[list[float], list[float]]:

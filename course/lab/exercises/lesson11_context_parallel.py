@@ -11,10 +11,9 @@ from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
 from course.lab.exercises.lesson10_tensor_parallel import MORE, MOVES, RANKS, WRITES, measure
 from course.lab.instruments.bytes_sent import piece_bytes, within_budget
-from course.parallel import Axis, build_mesh, join
+from course.parallel import Axis, build_mesh, join, token_split
 from course.parallel.context_parallel import attention, ring_attention
-from course.parallel.tensor_parallel import sequence
-from course.parallel.tensor_parallel.sequence import SplitTokens
+from course.parallel.token_split import SplitTokens
 
 
 def tokens_of(total: int, zigzag: bool) -> SplitTokens:
@@ -97,13 +96,13 @@ def run_zigzag(inputs: Tensors) -> Tensors:
     """The positions of all ranks, end to end."""
     found, there = [], True
     for size, half in inputs["sizes"].tolist():
-        pieces = sequence.zigzag(2 * size * half, size, torch.device("cpu"))
+        pieces = token_split.zigzag(2 * size * half, size, torch.device("cpu"))
         if not isinstance(pieces, tuple | list) or len(pieces) != size:
             raise InvalidReturn(f"`zigzag` returned {return_values.describe_value(pieces)}; a tuple of {size} tensors is wanted",
                                     "return one tensor of positions for each rank")
         found += [return_values.tensor(piece, "zigzag", (2 * half,), torch.int64, " for a rank") for piece in pieces]
         with suppress(Exception):                    # on "meta" there are no numbers, which some answers look at
-            there = there and all(piece.is_meta for piece in sequence.zigzag(2 * size * half, size, torch.device("meta")))
+            there = there and all(piece.is_meta for piece in token_split.zigzag(2 * size * half, size, torch.device("meta")))
     return {"positions": torch.cat(found).double(), "there": torch.tensor(float(there))}
 
 
@@ -153,7 +152,7 @@ EXERCISES = [
         "kept": "it does not change the new block's answer",
         "losses": "the library trains with a ring: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
-    Exercise("zigzag", "11", ("course.parallel.tensor_parallel.sequence.zigzag",), draw_sizes, run_zigzag, {
+    Exercise("zigzag", "11", ("course.parallel.token_split.zigzag",), draw_sizes, run_zigzag, {
         "positions": "every rank has a piece from the front and one from the back, in order",
         "there": "the positions are on the device that it is given"}, flags={"there": "they are on another one"},
         cases=positions_asked),

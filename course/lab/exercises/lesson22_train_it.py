@@ -34,7 +34,7 @@ from course.lab.sandbox.limits import Limits
 from course.parallel import agree, build_mesh, join
 from course.parallel.layout import serial_layout
 from course.parallel.mesh import World
-from course.planner import memory, step_time
+from course.planner import peak_memory, step_time
 from course.planner.hardware import Hardware, Link
 from course.training import assemble, optimizer, step, trainer
 from course.training.run_log import RunLog, read_metrics
@@ -82,7 +82,7 @@ def predict(*chosen: str) -> Prediction:
     c = configuration(chosen, seed=0)
     if sentence := refusal(c):
         raise CourseError(sentence)
-    needs = memory.predict(c)
+    needs = peak_memory.predict(c)
     return Prediction(needs.allocated - needs.workspace, step_time.predict(c, LAPTOP).step)      # workspaces are of GPU libraries
 
 

@@ -13,10 +13,10 @@ from course.config import Config, context_choice, load, validation
 from course.lab.figures.style import MARKS, label, name_rows, panel
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.planner import hardware as presets
-from course.planner import memory, step_time
+from course.planner import peak_memory, step_time
 from course.planner.hardware import Hardware
-from course.planner.memory import Memory
 from course.planner.other_implementations import Workload16Bit, workload_as
+from course.planner.peak_memory import Memory
 from course.planner.search_space import FREE
 from course.planner.step_time import Time
 from course.utils.colors import AMBER, AXES, BLUE, GRAY, KERNELS, MEMORY, ORANGE, STEP
@@ -208,7 +208,7 @@ def explore_step(model: str, hardware: str, **values: Any) -> Figure:
     chosen = presets.load(hardware)
     choice, config = MODELS[model], config_of(model, **values)
     chosen.peak(config.precision)
-    bytes_, seconds = memory.predict(config), time_of(config, chosen, choice.kind)
+    bytes_, seconds = peak_memory.predict(config), time_of(config, chosen, choice.kind)
     seen = measured_steps().get(signature(config, choice.kind), []) if hardware == "h200" else []
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1.35, 1])       # type: ignore[misc]
@@ -243,7 +243,7 @@ def scaling(axis: Any, model: str, chosen: Hardware, kind: str, values: Mapping[
             config = config_of(model, **{**values, "gpus": gpus})
         except CourseError:
             continue
-        fits = memory.predict(config).total <= chosen.room(FREE)
+        fits = peak_memory.predict(config).total <= chosen.room(FREE)
         rates[gpus] = time_of(config, chosen, kind).samples_per_s, fits
     first = min(rates)
     counts = list(rates)

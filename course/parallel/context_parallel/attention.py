@@ -16,7 +16,7 @@ from course.ops.attention import attend
 from course.parallel import mappings
 from course.parallel.context_parallel.ring_attention import RingAttend
 from course.parallel.placement import Placements
-from course.parallel.tensor_parallel.sequence import SplitTokens, modules_at_seam, permute_tokens, replace_at_seam
+from course.parallel.token_split import SplitTokens, modules_at_seam, permute_tokens, replace_at_seam
 from course.utils.errors import CourseError
 
 

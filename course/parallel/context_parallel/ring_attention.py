@@ -18,7 +18,7 @@ from torch.autograd import Function
 from course.ops.autograd import Context
 from course.parallel.context_parallel import block_attention
 from course.parallel.mesh import Axis, axis_of, group_of
-from course.parallel.tensor_parallel.sequence import SplitTokens
+from course.parallel.token_split import SplitTokens
 
 operator: Any = torch.library.custom_op
 

@@ -28,7 +28,7 @@ from course.parallel import mappings
 from course.parallel.layout import Layout
 from course.parallel.mesh import Axis, Mesh, split_joint
 from course.parallel.placement import Placements, cut
-from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, leave_region, modules_at_seam, permute_tokens
+from course.parallel.token_split import SplitTokens, enter_region, leave_region, modules_at_seam, permute_tokens
 
 if TYPE_CHECKING:
     from course.config import Parallel

@@ -20,19 +20,19 @@ from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placements, cut, owned_by_first, two_parts
 from course.parallel.tensor_parallel import overlapped_linear
-from course.parallel.tensor_parallel.sequence import (
+from course.parallel.tensor_parallel.vocabulary import (
+    VocabularyCrossEntropy,
+    VocabularyEmbedding,
+    VocabularyEnter,
+    cut_vocabulary,
+)
+from course.parallel.token_split import (
     SplitTokens,
     enter_region,
     leave_region,
     modules_at_seam,
     replace_at_seam,
     require_seam,
-)
-from course.parallel.tensor_parallel.vocabulary import (
-    VocabularyCrossEntropy,
-    VocabularyEmbedding,
-    VocabularyEnter,
-    cut_vocabulary,
 )
 from course.utils.errors import CourseError
 

@@ -36,7 +36,7 @@ from course.ops.number_formats import matmul_dtype
 from course.parallel import mappings
 from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.tensor_parallel import symmetric_memory
-from course.parallel.tensor_parallel.sequence import SplitTokens, whole_samples
+from course.parallel.token_split import SplitTokens, whole_samples
 
 # SMALL: bytes of a batch below which its GPU is assumed to wait for its host. With slow hosts all batches of 19 to 50 MB did; one
 # of 201 MB did not, and was 8% slower as one. SHORT: bytes of a sample below which a copy is worth saving a call. With samples of

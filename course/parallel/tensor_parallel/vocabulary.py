@@ -16,7 +16,7 @@ from torch.autograd import Function
 from course.ops.autograd import Context
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placements, cut
-from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, leave_region
+from course.parallel.token_split import SplitTokens, enter_region, leave_region
 from course.utils.errors import CourseError
 
 

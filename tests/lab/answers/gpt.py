@@ -29,7 +29,7 @@ class LossInChunks(torch.autograd.Function):
     "vocabulary-embedding": ['''
 import torch
 from torch import nn
-from course.parallel.tensor_parallel.sequence import leave_region
+from course.parallel.token_split import leave_region
 
 def own(tokens, rows, axis):
     here = tokens // rows == axis.rank
@@ -48,7 +48,7 @@ class VocabularyEmbedding(nn.Module):
 ''', '''
 import torch
 from torch import nn
-from course.parallel.tensor_parallel.sequence import leave_region
+from course.parallel.token_split import leave_region
 
 def own(tokens, rows, axis):
     first = rows * axis.rank

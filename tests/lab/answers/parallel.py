@@ -186,7 +186,7 @@ class Reduce(torch.autograd.Function):
     "column-row": ['''
 import torch
 from course.parallel.tensor_parallel.linear import TensorParallel
-from course.parallel.tensor_parallel.sequence import enter_region, leave_region
+from course.parallel.token_split import enter_region, leave_region
 
 class ColumnParallel(TensorParallel):
     mode = "column"

@@ -6,7 +6,7 @@ from torch import nn
 
 from course.parallel.context_parallel.attention import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
-from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, modules_at_seam, permute_tokens, replace_at_seam
+from course.parallel.token_split import SplitTokens, enter_region, modules_at_seam, permute_tokens, replace_at_seam
 from course.utils.errors import CourseError
 
 TWO = Axis("cp", 2, 1, (0, 1))

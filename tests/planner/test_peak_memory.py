@@ -21,7 +21,7 @@ from course.models import build_model
 from course.parallel import World, build_mesh, join, parallelize
 from course.parallel.data_parallel.zero1 import castable_weights
 from course.parallel.pipeline_parallel.schedules import alive, passes_of
-from course.planner import activation_memory, memory, parameter_memory
+from course.planner import activation_memory, parameter_memory, peak_memory
 from course.ranks.notebook_ranks import ranks
 from course.training.assemble import assemble
 from course.training.step import autocast
@@ -47,7 +47,7 @@ def small(kind: str, *settings: str) -> Config:
 
 
 def rank_of(c: Config, stage: int = 0) -> parameter_memory.Rank:
-    return list(memory.ranks(c))[stage]
+    return list(peak_memory.ranks(c))[stage]
 
 
 LAYOUTS = ["", "tp=2", "tp=2 sp=true", "pp=2", "pp=4 tp=2", "pp=2 schedule=interleaved chunks=2", "cp=2 dp=2"]
@@ -169,7 +169,7 @@ def peak_of(kind: str, settings: list[str]) -> float:
     from unittest import mock
 
     from course.data import order
-    from tests.planner.test_memory import as_on_a_gpu, small
+    from tests.planner.test_peak_memory import as_on_a_gpu, small
 
     c = small(kind, *settings)
     with MemoryMeter() as meter, mock.patch("torch.nn.functional.layer_norm",
@@ -198,7 +198,7 @@ STEPS = [("vit", "precision=fp32"), ("vit", "precision=bf16"), ("gpt", "precisio
 @pytest.mark.parametrize(("kind", "spec"), STEPS)
 def test_the_fullest_moment_of_whole_steps(kind, spec):
     settings = spec.split()
-    predicted = memory.predict(small(kind, *settings)).allocated - memory.CUBLAS
+    predicted = peak_memory.predict(small(kind, *settings)).allocated - peak_memory.CUBLAS
     assert predicted == pytest.approx(peak_of(kind, settings), rel=0.05)
 
 
@@ -215,7 +215,7 @@ def test_the_fullest_moment_of_steps_with_masters(kind, spec, monkeypatch):
     monkeypatch.setitem(sys.modules, "course.ops.fused_adam_triton", SimpleNamespace(update=update))
     monkeypatch.setattr("course.ops.fused_adam.has_own_kernel", lambda p: True)
     settings = ["kernels=triton", "precision=bf16", "train.global_batch=1", *spec.split()]
-    predicted = memory.predict(small(kind, *settings)).allocated - memory.CUBLAS
+    predicted = peak_memory.predict(small(kind, *settings)).allocated - peak_memory.CUBLAS
     assert predicted == pytest.approx(peak_of(kind, settings), rel=0.05)
 
 
@@ -231,7 +231,7 @@ def test_masters_take_as_many_bytes_elsewhere():
         assert parameter_memory.parameters(before) - parameter_memory.parameters(after) == 2 * copied
         assert parameter_memory.gradients(before, 1) - parameter_memory.gradients(after, 1) == 2 * copied
         assert parameter_memory.states(after) - parameter_memory.states(before) == 4 * copied
-    first = [memory.predict(small("vit", "precision=fp8", "train.global_batch=64", f"kernels={name}")) for name in
+    first = [peak_memory.predict(small("vit", "precision=fp8", "train.global_batch=64", f"kernels={name}")) for name in
              ("pytorch", "triton")]
     assert {found.moment for found in first} == {"first"} and first[0].parameters == first[1].parameters
 
@@ -250,7 +250,7 @@ def test_the_fullest_rank_of_a_layout(kind, size, spec, precision):
     micro = ["train.micro_batch=1"] if "pp" in spec else []
     settings = [f"precision={precision}", *(f"parallel.{key}" for key in spec.split()), *micro]
     found = max(ranks(size)(fullest, kind, settings))
-    assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
+    assert peak_memory.predict(small(kind, *settings)).allocated - peak_memory.CUBLAS == pytest.approx(found, rel=0.08)
 
 
 WIDE = ["model.dim=256", "train.global_batch=4"]     # where weights and gradients count
@@ -267,13 +267,13 @@ def test_the_fullest_rank_with_sharded_weights(kind, size, spec, more):
     """Gloo sends from a copy of each share, which NCCL does not need."""
     settings = ["precision=bf16", *WIDE, *(f"parallel.{key}" for key in spec.split()), *more.split()]
     found = max(ranks(size)(fullest, kind, settings))
-    assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.08)
+    assert peak_memory.predict(small(kind, *settings)).allocated - peak_memory.CUBLAS == pytest.approx(found, rel=0.08)
 
 
 def rows_and_peak(settings: list[str]) -> tuple[int, float]:
     """(the most rows that this rank's experts take; `peak_of`)."""
     from course.models.experts import Experts
-    from tests.planner.test_memory import peak_of
+    from tests.planner.test_peak_memory import peak_of
 
     compute, rows = Experts.compute, []
     with mock.patch.object(Experts, "compute", lambda self, x, counts: rows.append(len(x)) or compute(self, x, counts)):
@@ -292,7 +292,7 @@ def test_the_fullest_rank_of_experts(size, spec, more):
     rows, peaks = zip(*ranks(size)(rows_and_peak, settings), strict=True)
     balanced = activation_memory.expert_rows(rank_of(small("moe", *settings, "parallel.imbalance=1")))
     c = small("moe", *settings, f"parallel.imbalance={max(1, max(rows) / balanced)}")
-    assert memory.predict(c).allocated - memory.CUBLAS == pytest.approx(max(peaks), rel=0.08)
+    assert peak_memory.predict(c).allocated - peak_memory.CUBLAS == pytest.approx(max(peaks), rel=0.08)
 
 
 # where the optimizer's temporaries are the peak
@@ -303,9 +303,9 @@ MUON = ["optim.name=muon", "model.dim=256", "train.global_batch=2"]
 @pytest.mark.parametrize("kind", ["vit", "gpt", "dit"])
 def test_muon_has_temporaries_as_large_as_the_weights(kind, precision):
     settings = [f"precision={precision}", *MUON]
-    predicted = memory.predict(small(kind, *settings))
-    assert predicted.moment == "optimizer" and predicted.workspace - memory.CUBLAS > 3 * 4 * 12 * 256**2
-    assert predicted.allocated - memory.CUBLAS == pytest.approx(peak_of(kind, settings), rel=0.02)
+    predicted = peak_memory.predict(small(kind, *settings))
+    assert predicted.moment == "optimizer" and predicted.workspace - peak_memory.CUBLAS > 3 * 4 * 12 * 256**2
+    assert predicted.allocated - peak_memory.CUBLAS == pytest.approx(peak_of(kind, settings), rel=0.02)
 
 
 @pytest.mark.slow
@@ -316,12 +316,12 @@ def test_muon_has_temporaries_as_large_as_the_weights(kind, precision):
 def test_ranks_share_the_temporaries_of_muon(kind, size, spec, precision):
     settings = [f"precision={precision}", *MUON, *(f"parallel.{key}" for key in spec.split())]
     found = max(ranks(size)(fullest, kind, settings))
-    assert memory.predict(small(kind, *settings)).allocated - memory.CUBLAS == pytest.approx(found, rel=0.03)
+    assert peak_memory.predict(small(kind, *settings)).allocated - peak_memory.CUBLAS == pytest.approx(found, rel=0.03)
 
 
 def fullest(kind: str, settings: list[str]) -> float:
     """`peak_of`, by its name: a rank imports this file."""
-    from tests.planner.test_memory import peak_of
+    from tests.planner.test_peak_memory import peak_of
 
     return peak_of(kind, settings)
 
@@ -331,18 +331,19 @@ def fullest(kind: str, settings: list[str]) -> float:
 def test_as_many_passes_wait_as_the_schedule_says(schedule, chunks, micros):
     for stage in range(4):
         passes = passes_of(schedule, 4, stage, micros, chunks)
-        assert memory.waiting(schedule, 4, stage, micros, (3,) * chunks) == (3 * alive(passes), alive(passes))
+        assert peak_memory.waiting(schedule, 4, stage, micros, (3,) * chunks) == (3 * alive(passes), alive(passes))
 
 
 def test_what_other_moments_and_settings_change():
-    plain, vit = memory.predict(small("gpt", "precision=bf16")), memory.predict(small("vit"))
+    plain, vit = peak_memory.predict(small("gpt", "precision=bf16")), peak_memory.predict(small("vit"))
     assert plain.total == plain.allocated + plain.reserve > plain.allocated
-    dali = memory.predict(small("vit", "data.source=files", "data.loader=dali"))
-    assert dali.batch < vit.batch < memory.predict(small("vit", "graphs=true")).batch
-    first = memory.predict(small("vit", "precision=fp8", "train.global_batch=64"))
+    dali = peak_memory.predict(small("vit", "data.source=files", "data.loader=dali"))
+    assert dali.batch < vit.batch < peak_memory.predict(small("vit", "graphs=true")).batch
+    first = peak_memory.predict(small("vit", "precision=fp8", "train.global_batch=64"))
     assert first.moment == "first" and first.states == 0
-    assert memory.predict(small("gpt", "precision=bf16", "train.global_batch=1", "model.dim=512")).moment in ("end", "optimizer")
-    gpipe, other = (memory.predict(small("gpt", "parallel.pp=2", f"parallel.schedule={name}", "train.micro_batch=1"))
+    last = peak_memory.predict(small("gpt", "precision=bf16", "train.global_batch=1", "model.dim=512"))
+    assert last.moment in ("end", "optimizer")
+    gpipe, other = (peak_memory.predict(small("gpt", "parallel.pp=2", f"parallel.schedule={name}", "train.micro_batch=1"))
                     for name in ("gpipe", "1f1b"))
     assert gpipe.activations > 2 * other.activations
 
@@ -359,7 +360,7 @@ def test_a_head_in_fp8_puts_out_all_logits(kept):
 def test_selective_recomputation_keeps_what_linears_by_symmetric_memory_put_out():
     """They run outside the compiler, where the checkpoint sees them as it does NCCL's; it is their tokens' order that differs."""
     how = ["parallel.tp=2", "parallel.sp=true", "compile=true", "train.recompute=selective", "train.global_batch=4"]
-    near, far = (memory.predict(configuration.load("gpt-1.3b", [*how, f"parallel.overlap={overlap}"])).activations
+    near, far = (peak_memory.predict(configuration.load("gpt-1.3b", [*how, f"parallel.overlap={overlap}"])).activations
                  for overlap in ("nccl", "symmetric"))
     assert far == pytest.approx(near, rel=0.1)
 
@@ -379,7 +380,7 @@ def test_process_groups_are_counted(layout):
     """Each rank has as many as the planner counts; NCCL keeps buffers for each."""
     settings = [f"parallel.{one}" for one in layout.split()] + ["train.micro_batch=1"] * ("pp" in layout)
     c = load(SMALL["moe"][0], [*SMALL["moe"][1], "data.source=mock", *settings])
-    planned = [memory.communicators(c, stage) + memory.wires(c, stage) for stage in range(c.parallel.pp)]
+    planned = [peak_memory.communicators(c, stage) + peak_memory.wires(c, stage) for stage in range(c.parallel.pp)]
     made = ranks(4)(groups_made, settings)           # pp is the slowest axis
     assert made == [planned[rank * c.parallel.pp // 4] for rank in range(4)]
 
@@ -395,6 +396,6 @@ def test_a_gpu_of_the_planned_size_is_large_enough_and_hardly_too_large():
              for row in results.load(file)["rows"]]
     needs += [(listed["heldout_5"][row["name"]], row["memory_gb"] + row["used_gb"] - row["reserved_gb"])
               for row in results.load("heldout_5_h200")["rows"] if "used_gb" in row]
-    planned = [memory.predict(load(row["preset"], row["settings"])).total / 1e9 / need for row, need in needs]
+    planned = [peak_memory.predict(load(row["preset"], row["settings"])).total / 1e9 / need for row, need in needs]
     print([f"{one:.3f}" for one in planned])
     assert len(planned) == 25 and min(planned) > 0.999 and max(planned) < 1.14
