@@ -1,11 +1,12 @@
 """A run of two ranks that is killed, preempted and damaged at random until it is done, beside one that is left alone.
 
-    python -m tests.soak STEPS SEED FOLDER [layouts] [KEY=VALUE]...
+    python -m tests.soak STEPS SEED FOLDER [layouts] [experts] [KEY=VALUE]...
 
 In each start something befalls it at a moment drawn from SEED: one rank or all are killed, one or all get a batch system's
 warning; while it starts, after some steps, or while it saves. Between two starts the newest checkpoint may be damaged. The run
 then has to have the losses and the last checkpoint of the other one, bit for bit, and nothing else may be left of it.
 layouts: each start draws a layout, one process among them; then losses and weights are the same to BOUND of their value.
+experts: the model is a GPT whose experts are cut over the ranks, with all its weights (ZeRO-3).
 
 The ranks are forks of this process, which has imported the library: a start takes a second and not many. Whoever is left of a
 start in which a rank was killed before all had met waits for it, and is killed as by a launcher.
@@ -30,17 +31,25 @@ from course.training import trainer
 from course.training.run_log import read_metrics
 from tests.conftest import tiny_settings
 from tests.faults import assert_same_losses, sequence
+from tests.parallel.test_parity import MODELS as PARITY_MODELS
 
 BOUND = 1e-10                                        # in float64
 LIMIT = 900.0                                        # seconds until ranks that should end have to: others may use the cores, too
 PATIENCE = 5.0                                       # the most that a launcher waits for the others of a rank
-LAYOUTS = [(2, "parallel.dp=2"), (2, "parallel.tp=2"), (2, "parallel.pp=2"), (2, "parallel.cp=2"), (1, "parallel.dp=1")]
+LAYOUTS = {"vit-demo": [(2, "parallel.dp=2"), (2, "parallel.tp=2"), (2, "parallel.pp=2"), (2, "parallel.cp=2"),
+                        (1, "parallel.dp=1")],       # the first is that of the run that is left alone
+           "gpt-moe-demo": [(2, "parallel.dp=2 parallel.ep=2 parallel.zero=3"), (2, "parallel.tp=2"),
+                            (4, "parallel.dp=2 parallel.tp=2 parallel.ep=2 parallel.zero=3"),
+                            (2, "parallel.cp=2 parallel.ep=2 parallel.zero=2"), (1, "parallel.dp=1")]}
+MODELS = {"vit-demo": ["model.dropout=0.1"],
+          "gpt-moe-demo": [*PARITY_MODELS["moe"][1], "model.balance_rate=0.01", "optim.name=adam", "optim.lr=1e-3"]}
 MOMENTS = ["while starting", "after some steps", "after some steps", "while saving", "while saving"]
 FATES = ["SIGKILL to one", "SIGKILL to one", "SIGKILL to all", "SIGUSR1 to one", "SIGUSR1 to all", "SIGTERM to all"]
 
 
-def start(settings: list[str], ranks: int, output: Path) -> list[int]:
-    """`course train` as so many ranks, forks of this process; their numbers. In a fork this returns never."""
+def start(words: list[str], ranks: int, output: Path) -> list[int]:
+    """`course train` of a preset and settings as so many ranks, forks of this process; their numbers. In a fork this returns
+    never."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -52,7 +61,7 @@ def start(settings: list[str], ranks: int, output: Path) -> list[int]:
             with open(output.with_suffix(f".{rank}"), "wb") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            sys.argv = ["course", "train", "vit-demo", *settings]
+            sys.argv = ["course", "train", *words]
             main.main()                               # ends with an exception, as the interpreter of a rank does
         found.append(pid)
     return found
@@ -61,9 +70,9 @@ def start(settings: list[str], ranks: int, output: Path) -> list[int]:
 class Ranks:
     """The processes of a start, and how they ended."""
 
-    def __init__(self, settings: list[str], ranks: int, output: Path):
+    def __init__(self, words: list[str], ranks: int, output: Path):
         self.output, self.ended = output, dict[int, int]()
-        self.pids = start(settings, ranks, output)
+        self.pids = start(words, ranks, output)
 
     def alive(self) -> list[int]:
         """Those that are at work."""
@@ -164,21 +173,28 @@ def left(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for pattern in (".*", "*.tmp", "*.partial") for path in run.rglob(pattern))
 
 
-def soak(steps: int, seed: int, folder: Path, layouts: bool, more: list[str]) -> Counter[str]:
+def run_settings(preset: str, steps: int, folder: Path, precision: str) -> list[str]:
+    """The settings of a small run, whatever its layout and name."""
+    tiny = [word for word in tiny_settings(Path("none"), folder) if preset == "vit-demo" or not word.startswith("model.")]
+    return [*MODELS[preset], *tiny, "data.source=mock", "data.workers=0", f"train.steps={steps}", "checkpoint.every=3",
+            "train.eval_every=50", f"precision={precision}"]
+
+
+def soak(steps: int, seed: int, folder: Path, preset: str, layouts: bool, more: list[str]) -> Counter[str]:
     """All of it; returns what happened, counted."""
     chance, count = Random(seed), Counter[str]()
     most, spoilt = max(12, min(60, steps // 8)), list[Path]()
-    settings = [*tiny_settings(Path("none"), folder), "data.source=mock", "data.workers=0", f"train.steps={steps}",
-                "checkpoint.every=3", "model.dropout=0.1", "train.eval_every=50", "precision=" + ("fp64" if layouts else "fp32"),
-                *more]
-    whole, run = (trainer.run_folder(config.load("vit-demo", [*settings, f"log.name={name}"])) for name in ("whole", "soaked"))
+    settings = [*run_settings(preset, steps, folder, "fp64" if layouts else "fp32"), *more]
+    whole, run = (trainer.run_folder(config.load(preset, [*settings, f"log.name={name}"])) for name in ("whole", "soaked"))
+    size, layout = LAYOUTS[preset][0]
     folder.mkdir(parents=True, exist_ok=True)
-    alone = Ranks([*settings, "log.name=whole"], 2, folder / "whole")
+    alone = Ranks([preset, *settings, "log.name=whole", *layout.split()], size, folder / "whole")
     assert alone.wait(LIMIT + steps) and alone.statuses() == [0, 0], alone.told()
     while last_step(run) < steps or left(run):
         assert count["starts"] < 20 + steps, f"it comes to no end: {last_step(run)}, {left(run)}"
-        size, layout = chance.choice(LAYOUTS) if layouts else LAYOUTS[0]
-        ranks, before = Ranks([*settings, "log.name=soaked", layout], size, folder / "soaked"), last_step(run)
+        if layouts:
+            size, layout = chance.choice(LAYOUTS[preset])
+        ranks, before = Ranks([preset, *settings, "log.name=soaked", *layout.split()], size, folder / "soaked"), last_step(run)
         moment, fate = chance.choice(MOMENTS), chance.choice(FATES)
         count["starts"] += 1
         await_moment(moment, ranks, run, most, chance)
@@ -206,7 +222,8 @@ def soak(steps: int, seed: int, folder: Path, layouts: bool, more: list[str]) ->
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    numbers = soak(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), "layouts" in sys.argv[4:],
-                   [word for word in sys.argv[4:] if "=" in word])
+    words = sys.argv[4:]
+    numbers = soak(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), "gpt-moe-demo" if "experts" in words else "vit-demo",
+                   "layouts" in words, [word for word in words if "=" in word])
     for what, times in sorted(numbers.items()):
         print(f"{times:5d} {what}")
