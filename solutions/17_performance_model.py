@@ -155,8 +155,8 @@ from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.instruments.recorded_runs import Rates, Run
 from course.planner import (
-    activation_memory, collectives, flops, hardware, kernel_efficiency, peak_memory, search,
-    step_time
+    activation_memory, collectives, flops, hardware, kernel_efficiency, peak_memory,
+    search, step_time
 )
 from course.cli import plan
 from course.bench import published_steps, recorded_steps

@@ -272,8 +272,8 @@ def test_one_of_another_version_is_never_removed(tmp_path):
     checkpoint.prune(tmp_path, 1, tmp_path / "step_000020")
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step_000010", "step_000020"]
     save(tmp_path, 10)
-    assert checkpoint.format_of(tmp_path / "step_000010") == 2
-    assert checkpoint.format_of(tmp_path / "step_000010.format_9") == 9
+    assert checkpoint_index.format_of(tmp_path / "step_000010") == 2
+    assert checkpoint_index.format_of(tmp_path / "step_000010.format_9") == 9
 
 
 def test_only_damaged_checkpoints_stop_the_run(tmp_path):
@@ -376,8 +376,8 @@ def test_a_run_that_cannot_save_stops_at_once_and_leaves_nothing(tmp_path):
 
 def saved_by_all(folder):
     """What each rank hears where both say that every parameter is theirs, and how often it looked whether all is there once."""
-    looked, look = [], checkpoint.check_whole
-    checkpoint.check_whole = lambda tensors: (looked.append(1), look(tensors))
+    looked, look = [], checkpoint_index.check_whole
+    checkpoint_index.check_whole = lambda tensors: (looked.append(1), look(tensors))
     try:
         model, optimizer = make()
         serial = serial_layout(model)
@@ -385,7 +385,7 @@ def saved_by_all(folder):
     except CourseError as error:
         return type(error).__name__, str(error), len(looked)
     finally:
-        checkpoint.check_whole = look
+        checkpoint_index.check_whole = look
 
 
 def test_one_rank_looks_whether_a_checkpoint_is_whole_and_all_stop_if_it_is_not(tmp_path):
@@ -439,7 +439,7 @@ def test_ranks_that_share_the_checksums_all_hear_of_a_damaged_file(tmp_path):
     index = json.loads((path / "index.json").read_text())
     (path / "rank00001.safetensors").write_bytes((path / "rank00000.safetensors").read_bytes())
     index["files"]["rank00001.safetensors"] = index["files"]["rank00000.safetensors"]
-    index["sha256"] = checkpoint.checksum(index)
+    index["sha256"] = checkpoint_index.checksum(index)
     (path / "index.json").write_text(json.dumps(index))
     assert ranks(2)(damage_seen, path) == [["rank00000.safetensors", "rank00001.safetensors"]] * 2
     (path / "rank00001.safetensors").write_bytes(b"no")

@@ -9,6 +9,7 @@ import torch
 
 from course import config
 from course.checkpoint import checkpoint, shards
+from course.checkpoint.index import checksum
 from course.checkpoint.shards import read_box, read_placed
 from course.convert import reshard
 from course.ranks.notebook_ranks import ranks
@@ -157,7 +158,7 @@ def gone_on(low, spec, name, mistake=lambda tensors: None):
     file = run / name / "checkpoints" / "step_000008" / "index.json"
     index = json.loads(file.read_text())
     mistake(index["tensors"])
-    file.write_text(json.dumps({**index, "sha256": checkpoint.checksum(index)}))
+    file.write_text(json.dumps({**index, "sha256": checksum(index)}))
     size = reshard.ranks_of(config.load("gpt-demo", [*SMALL, *LOW, *keys(spec)]))
     losses, *_ = ranks(size)(train, str(folder), 12, *LOW, f"log.name={name}", *keys(spec))
     assert losses[:8] == undisturbed[:8] and len(losses) == 12
