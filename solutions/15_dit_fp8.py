@@ -37,6 +37,7 @@ from statistics import mean
 
 from course.bench.results import load
 from course.bench.results import value as recorded_value
+from course.bench.results.tables import context_loss_gap
 
 
 def gap_percent(model, run, file="alignment_h200"):
@@ -62,10 +63,7 @@ seed_gaps = [gap_percent(model, f"bf16, seed {seed}")
 kernel_gap = max(gap_percent(model, "bf16, flash attention") for model in DIT)
 dit_cp_gap, gpt_cp_gap = (gap_percent(model, "bf16, cp=2", "alignment_cp_h200")
                           for model in ("dit-xl", "gpt-1.3b"))
-cp_rows = [row for row in load("context_steps_2xh200")["rows"] if row["case"].startswith("DiT")]
-first_alone = {(row["case"], row["graphs"]): row["losses"] for row in cp_rows if row["gpus"] == 1}
-first_gap = max(abs(two / one - 1) for row in cp_rows for one, two in zip(
-    first_alone[row["case"], row["graphs"]], row["losses"], strict=True))
+first_gap = context_loss_gap("DiT")
 frozen_256, frozen_512 = (round(gap_percent(model, "fp8 frozen scales"), -1)
                           for model in DIT)
 spread_512 = load("alignment_h200")["models"]["dit-xl-512"]["spread"]

@@ -13,7 +13,7 @@ from course.models.linears import Linear, block_linears
 from course.parallel.tensor_parallel import overlapped_linear
 from course.planner import collectives
 from course.planner.activation_memory import chunked, fused
-from course.planner.kernel_efficiency import TINY
+from course.planner.kernel_efficiency import TINY_KERNEL
 from course.planner.parameter_memory import expert_waits, normed_heads, uneven
 from course.planner.rank_workload import Moved, RankWorkload, linear_time
 
@@ -23,7 +23,7 @@ from course.planner.rank_workload import Moved, RankWorkload, linear_time
 # Overlapped linears and the ring, which were not fitted, confirm it (tests/bench/test_recorded_steps.py).
 BESIDE = 0.74
 BARRIER = 4.5e-6                                    # seconds of a symmetric-memory barrier (results/symmetric_2xh100.json)
-TINY_KERNELS = 4, 8                                 # of a block forward and backward: casts of biases, sums of partial sums
+BLOCK_TINY_KERNELS = 4, 8                           # of a block forward and backward: casts of biases, sums of partial sums
 
 
 # ---- a block ----
@@ -36,7 +36,7 @@ def block_time(local: RankWorkload, mixture: bool = False) -> dict[str, float]:
     forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
     casts = sum(cast for *_, cast in each)
     attend, attend_back, around, around_back, hidden = attention_time(local)
-    tiny, tiny_back = (number * TINY for number in TINY_KERNELS)
+    tiny, tiny_back = (number * TINY_KERNEL for number in BLOCK_TINY_KERNELS)
     kept = local.seconds(forward_bytes(local, mixture)) + slow_norms(local, False) + tiny
     gone = local.seconds(backward_bytes(local, mixture)) + slow_norms(local, True) + tiny_back
     comm, comm_back, beside = tensor_time(local, each)

@@ -20,7 +20,7 @@ from course.planner.block_time import BESIDE, block_time, ends_time
 from course.planner.collectives import Group
 from course.planner.experts_time import experts_time
 from course.planner.hardware import Hardware
-from course.planner.kernel_efficiency import TINY
+from course.planner.kernel_efficiency import TINY_KERNEL
 from course.planner.muon_time import muon_time, on_rank, sharers
 from course.planner.parameter_memory import (
     block_parameters,
@@ -37,7 +37,7 @@ from course.utils.errors import CourseError
 # beginning_h200.json, 53 to 64 pairs/s whatever the number of workers
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
 
-TINY_KERNELS = 98                                   # once a step: the learning rate, the loss scale, numbers for the log
+STEP_TINY_KERNELS = 98                              # once a step: the learning rate, the loss scale, numbers for the log
 
 Parts = dict[str, float]                            # part of a step, as in `block_time.py` -> seconds
 Known = dict[tuple[Any, ...], tuple[Parts, list[Parts]]]
@@ -219,7 +219,7 @@ def optimizer_time(local: RankWorkload, weights: float, layers: int, experts: fl
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # three tensors per linear, shifted by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
-    norm, tiny = (2 if local.masters and local.micros == 1 else 4) * mine, TINY_KERNELS * TINY
+    norm, tiny = (2 if local.masters and local.micros == 1 else 4) * mine, STEP_TINY_KERNELS * TINY_KERNEL
     moved = each * mine - (28 * layers * sum(on_rank(local)) / sharers(local) if muon else 0)
     matrices = muon_time(local, layers) if muon else 0.0
     return local.seconds([("fused" if hand else "adam", moved), ("elementwise", norm)]) + matrices + calls + history + tiny

@@ -82,7 +82,7 @@ def test_a_graph_has_no_launches():
 
 def test_zero_shares_the_update_out():
     plain, zero = predict(gpt("parallel.dp=8"), H200), predict(gpt("parallel.dp=8", "parallel.zero=true"), H200)
-    fixed = step_time.TINY_KERNELS * kernel_efficiency.TINY            # kernels on single numbers, which each rank runs
+    fixed = step_time.STEP_TINY_KERNELS * kernel_efficiency.TINY_KERNEL      # on single numbers, on each rank
     assert plain.optimizer - fixed > 5 * (zero.optimizer - fixed) > 0
 
 

@@ -244,9 +244,9 @@ def of_experts(gpus: int, field: str, case: str) -> float | None:
     return next((row[field] for row in load("experts_h200")["rows"] if (row["gpus"], row["case"]) == (gpus, case)), None)
 
 
-def context_loss_gap() -> float:
-    """The largest relative difference of a loss over two GPUs from that of the same step on one."""
-    rows = [row for row in load("context_steps_2xh200")["rows"] if row["gpus"] == 2]
+def context_loss_gap(model: str = "") -> float:
+    """The largest relative difference of a loss over two GPUs from that of the same step on one. model: how its cases begin."""
+    rows = [row for row in load("context_steps_2xh200")["rows"] if row["gpus"] == 2 and row["case"].startswith(model)]
     pairs = [(found, wanted) for row in rows for found, wanted in zip(
         row["losses"], value("context_steps_2xh200", row["case"], "losses", gpus=1, graphs=row["graphs"]), strict=True)]
     return max(abs(found / wanted - 1) for found, wanted in pairs)
