@@ -126,7 +126,7 @@ def test_an_answer_for_one_seed_fails_on_another():
         ("import os\ndef roofline_seconds(*row):\n    os._exit(0)\n", "before it returned anything", "ends the process"),
         ("import os\ndef roofline_seconds(*row):\n    os.abort()\n", "crashed", "ends the process"),
         ("def roofline_seconds(*row):\n    return float('nan')\n", "gave nan", ""),
-        ("def roofline_seconds(*row):\n    return 'three'\n", "returned a str ('three'); a number is wanted", "one number"))),
+        ("def roofline_seconds(*row):\n    return 'three'\n", "returned a str ('three'); expected a number", "one number"))),
 ])
 def test_what_stops_an_answer_is_said(source, words, hint):
     found = verdict("roofline", source)

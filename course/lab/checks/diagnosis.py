@@ -13,7 +13,7 @@ from course.utils.errors import rank_names
 RIGHT_ON_FEWER = ("right on {} ranks and wrong on {}: look for what holds for two ranks alone, such as `rank == 1`, `1 - rank` "
                   "or a 2 where the number of ranks belongs; or for an axis of all ranks, such as `dist.get_rank()`")
 RIGHT_ON_SOME = "right on {} and wrong on {}: look at what depends on the rank"
-SENDS_TOO_MUCH = ("by {} more is sent than it takes. Over n ranks an all-reduce sends 2 (n - 1) / n times its tensor, a "
+SENDS_TOO_MUCH = ("it sends more by {} than is needed. Over n ranks an all-reduce sends 2 (n - 1) / n times its tensor, a "
                   "reduce-scatter (n - 1) / n times, an all-gather n - 1 times its piece: take the one that gives each rank just "
                   "what it needs, once")
 NUMBERS_RIGHT = 'the numbers are right: look at what the line with the "no" says that your code does beside them'

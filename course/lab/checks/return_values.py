@@ -26,7 +26,7 @@ class InvalidReturn(Exception):
 def number(value: Any, who: str) -> float:
     """The number that `who` returned: of Python, of NumPy, or a tensor with one element."""
     if isinstance(value, bool) or not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a number is wanted",
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; expected a number",
                             choose_cure(value, "return one number"))
     return float(value)
 
@@ -39,7 +39,7 @@ def numbers(values: Iterable[Any], who: str) -> Tensor:
 def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
     """The pair that `who` returned; `names` names its parts, such as "(flops, bytes)"."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a pair is wanted, {names}",
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; expected a pair, {names}",
                        choose_cure(value, f"return {names}, with the comma"))
     return value[0], value[1]
 
@@ -55,7 +55,7 @@ def on_ctx(y: Tensor) -> list[int]:
 def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
     """The tensor of this dtype and any shape that `who` returned."""
     if not isinstance(value, Tensor):
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; a tensor is wanted",
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; expected a tensor",
                             choose_cure(value, "return one tensor"))
     return tensor(value, who, tuple(value.shape), dtype)
 
@@ -64,7 +64,7 @@ def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
     """The dict that `who` returned, which has to have these keys."""
     if not isinstance(value, dict) or not set(names) <= set(value):
         has = f"a dict of {', '.join(map(repr, value)) or 'nothing'}" if isinstance(value, dict) else describe_value(value)
-        raise InvalidReturn(f"`{who}` returned {has}; a dict of {', '.join(map(repr, names))} is wanted",
+        raise InvalidReturn(f"`{who}` returned {has}; expected a dict of {', '.join(map(repr, names))}",
                        choose_cure(value, f"return a number for each: {{{', '.join(f'{name!r}: ...' for name in names)}}}"))
     return value
 
@@ -72,7 +72,7 @@ def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
 def several(value: Any, who: str, wanted: str) -> list[Any]:
     """The list or tuple that `who` returned; `wanted` describes it, such as "a list of buckets"."""
     if not isinstance(value, tuple | list):
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; {wanted} is wanted",
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; expected {wanted}",
                             choose_cure(value, f"return {wanted}"))
     return list(value)
 
@@ -80,7 +80,7 @@ def several(value: Any, who: str, wanted: str) -> list[Any]:
 def function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """The function that `who` returned; inside `who` its name is `name`."""
     if not callable(value):
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; the function `{name}` is wanted",
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}; expected the function `{name}`",
                        choose_cure(value, f"end `{who}` with `return {name}`, without calling it"))
     return value
 
@@ -98,20 +98,20 @@ def takes(thing: Callable[..., Any], name: str, wanted: str, count: int) -> None
 
 def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, part: str = "") -> Tensor:
     """The tensor of this shape and dtype that `who` returned; `part` names it among several, such as " as the sum"."""
-    wanted = f"a tensor of shape {shape} is wanted" if shape else "a scalar tensor is wanted"
+    wanted = f"a tensor of shape {shape}" if shape else "a scalar tensor"
     if not isinstance(value, Tensor):
-        todo = choose_cure(value, f"return {wanted.removesuffix(' is wanted')}")
+        todo = choose_cure(value, f"return {wanted}")
         if not shape and isinstance(value, float):
             todo = "leave out .item() and float(): they make a number of Python, for which every step waits for the device"
         elif not shape and isinstance(value, int):
             todo = ("add up tensors, such as the weights of the samples: len() counts padding too, and .item() and int() make a "
                     "number of Python")
-        raise InvalidReturn(f"`{who}` returned {describe_value(value)}{part}; {wanted}", todo)
+        raise InvalidReturn(f"`{who}` returned {describe_value(value)}{part}; expected {wanted}", todo)
     if value.shape != shape:
-        raise InvalidReturn(f"`{who}` returned a tensor of shape {tuple(value.shape)}{part}; {wanted}",
+        raise InvalidReturn(f"`{who}` returned a tensor of shape {tuple(value.shape)}{part}; expected {wanted}",
                        reshaped(tuple(value.shape), shape))
     if value.dtype != dtype:
-        raise InvalidReturn(f"`{who}` returned a tensor of type {value.dtype}{part}; {dtype} is wanted",
+        raise InvalidReturn(f"`{who}` returned a tensor of type {value.dtype}{part}; expected {dtype}",
                        mistyped(value.dtype, dtype))
     return value
 
@@ -136,7 +136,7 @@ def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
         return ("checks run in float64: do not name a type (.float(), dtype=...), and begin a sum with 0 or "
                 "torch.zeros_like(...), since torch.zeros(()) is float32")
     if got.is_floating_point and not wanted.is_floating_point:
-        return "whole numbers are wanted: / makes others of them, // does not; do not name a type (.float(), dtype=...)"
+        return "return whole numbers: / makes fractions, // does not; do not name a type (.float(), dtype=...)"
     if not got.is_floating_point and wanted.is_floating_point:
         return ("counting gives integers, and comparing True and False: .to(target.dtype) makes numbers of the batch's type of "
                 "them. Do not take len(): it counts padding too")

@@ -129,7 +129,7 @@ def with_loss_scale(eager: Callable[..., Any], factor: float, formats: set[torch
 
 
 HOLDS = "its requires_grad is True"
-WRITES = "some numbers in it have changed"
+WRITES = "it changes some numbers"
 LOSSES = ("whole_losses", "micro_losses", "scaled_losses")
 
 EXERCISES = [

@@ -14,7 +14,7 @@ from course.lab.checks.return_values import InvalidReturn
 from course.training import memory_snapshot, profiler
 
 Interval = tuple[float, float]                       # (begin, end), in seconds
-CHANGED = "its intervals or their order have changed"
+CHANGED = "it changes its intervals or their order"
 LINES = 5                                            # of source, that ask for memory
 WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
 
@@ -113,7 +113,7 @@ def entered(name: str) -> Any:
     """`part(name)`, if it is something for `with`."""
     found = profiler.part(name)
     if not hasattr(found, "__enter__"):
-        raise InvalidReturn(f"`part` returned {return_values.describe_value(found)}; something for `with` is wanted",
+        raise InvalidReturn(f"`part` returned {return_values.describe_value(found)}; expected something for `with`",
                        "put `@contextmanager` before `def part`, and `yield` where the block runs")
     return found
 

@@ -67,7 +67,7 @@ def run_sharded_sampler(inputs: Tensors) -> Tensors:
 def take(batches: Any, steps: int) -> list[list[int]]:
     """The first lists of ids."""
     if not hasattr(batches, "__next__"):
-        raise InvalidReturn(f"`train_batches` returned {return_values.describe_value(batches)}; a generator is wanted",
+        raise InvalidReturn(f"`train_batches` returned {return_values.describe_value(batches)}; expected a generator",
                        "`yield` a list of ids for each global batch, in a loop without end")
     return [return_values.several(ids, "train_batches", "a list of sample ids") for ids in islice(batches, steps)]
 
@@ -174,7 +174,7 @@ def ahead_generator(source: Iterable[Any], depth: int) -> Any:
     """`ahead(source, depth)`, if it is a generator."""
     found = ahead(source, depth)
     if not hasattr(found, "close"):
-        raise InvalidReturn(f"`ahead` returned {return_values.describe_value(found)}; a generator is wanted",
+        raise InvalidReturn(f"`ahead` returned {return_values.describe_value(found)}; expected a generator",
                        "`yield` one batch after the other")
     return found
 

@@ -116,7 +116,7 @@ def samples_of(loader: Loader) -> Any:
     """The generator of a loader."""
     found = iter(loader)
     if not hasattr(found, "close"):
-        raise InvalidReturn(f"`Loader.__iter__` returned {describe_value(found)}; a generator is wanted", "`yield` the samples")
+        raise InvalidReturn(f"`Loader.__iter__` returned {describe_value(found)}; expected a generator", "`yield` the samples")
     return found
 
 

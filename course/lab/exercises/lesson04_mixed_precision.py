@@ -88,7 +88,7 @@ def next_scale_pair(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tupl
                                   "(scale, good)")
     for value in (one, two):
         if not isinstance(value, Tensor):
-            raise InvalidReturn(f"`next_scale` returned {return_values.describe_value(value)} in its pair; tensors are wanted",
+            raise InvalidReturn(f"`next_scale` returned {return_values.describe_value(value)} in its pair; expected tensors",
                            "keep the scale and the count as tensors: torch.where takes numbers beside them")
     if two.dtype.is_floating_point or not one.dtype.is_floating_point:
         raise InvalidReturn(f"`next_scale` returned a scale of type {one.dtype} and a count of type {two.dtype}; a count is "
@@ -215,12 +215,12 @@ EXERCISES = [
         "kept": "it does not change x"},
         flags={"type": "it has another format: end with .to(kind)",
                "before": "it casts a number beyond the largest, and devices differ in what they make of that",
-               "kept": "some numbers have changed"}),
+               "kept": "it changes some numbers"}),
     Exercise("amax-history", "04", (f"{__name__}.remember",), draw_histories, run_amax_history, {
         "one": "the newest amax comes first, the oldest drops out",
         "three": "and so on, step after step",
         "kept": "it does not change the history that it is given"},
-        flags={"kept": "some numbers have changed"}, cases=moves_asked),
+        flags={"kept": "it changes some numbers"}, cases=moves_asked),
     Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, run_delayed_scale, {
         "e4m3": "the largest amax of the history becomes the format's largest number",
         "e5m2": "in the wider format as well",

@@ -264,7 +264,7 @@ EXERCISES = [
         "dscale": "the gradient of scale is right",
         "excess": "it keeps at most one tensor as large as x, two numbers per token and two vectors per sample",
         "kept": "it changes neither its inputs nor the gradient that it receives"}, flags={
-            "excess": "it keeps more, saved or put on ctx", "kept": "some numbers have changed"},
+            "excess": "it keeps more, saved or put on ctx", "kept": "it changes some numbers"},
         points=3, limits=QUICK),
     Exercise("graph-break", "05", (f"{__name__}.tame",), draw_samples, run_graph_break, {
         "large": "numbers beyond the limit are scaled down to it",

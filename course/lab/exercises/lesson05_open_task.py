@@ -223,7 +223,7 @@ EXERCISES = [
                  "{:.0f} in all",
         "kernels": f"at most {KERNELS} matrix products and attentions are computed: {{:.0f}}",
         "largest_tensor": "no tensor holds all scores: the largest has as many numbers as q, k and v"},
-        flags={"free": "its requires_grad is True", "quiet": "it prints", "kept": "some numbers have changed",
+        flags={"free": "its requires_grad is True", "quiet": "it prints", "kept": "it changes some numbers",
                "values": "an `if`, .tolist(), .item() or a loop asks for one", "shapes": "a mask as an index makes one",
                "graph": "the graph breaks, or computes something else", "again": "it records more, or none",
                "kernels": "there are more", "largest_tensor": "there is a larger one"},

@@ -107,7 +107,7 @@ def rate_at(at: torch.Tensor, c: Config) -> torch.Tensor:
     """The learning rate at a step, a tensor of the type that the optimizers want."""
     found = optimizer.learning_rate(at, c)
     if isinstance(found, torch.Tensor) and found.dtype != torch.float32:
-        raise InvalidReturn(f"`learning_rate` returned a tensor of type {found.dtype}; torch.float32 is wanted",
+        raise InvalidReturn(f"`learning_rate` returned a tensor of type {found.dtype}; expected torch.float32",
                                 "name the type where you make a tensor: dtype=torch.float32, or .float()")
     return return_values.tensor(found, "learning_rate", (), torch.float32)
 

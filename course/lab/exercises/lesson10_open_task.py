@@ -93,9 +93,9 @@ EXERCISES = [
         "back": "and the gradient of its own tokens",
         "cut": "the gradients of the weights that are cut are those of one process",
         "shared": "so are the gradients of norms and of row biases, on every rank",
-        "sent": "no more is sent than four all-reduces of the activation take, and one of each small weight",
+        "sent": "it sends no more than four all-reduces of the activation, and one of each small weight",
         "lean": "it keeps two activations of all tokens and all channels for the backward pass, not more"},
-        flags={"sent": "more is sent", "lean": "more are kept"},
+        flags={"sent": "it sends more", "lean": "it keeps more"},
         levels={"sent": "byte budget", "lean": "memory budget"},
         ladder=("Write the block for one process first, with `F.layer_norm`, `F.linear` and `F.scaled_dot_product_attention`. "
                 "Then ask of each activation: has this rank all its tokens? All its channels?",

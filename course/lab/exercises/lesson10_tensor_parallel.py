@@ -21,7 +21,7 @@ from course.parallel.mesh import Axis
 
 RANKS = Limits(seconds=120)                          # of which four have to start, on two cores perhaps
 WRITES = "it wrote into what it was given"
-MORE = "more bytes are sent"
+MORE = "it sends more bytes"
 HEADS = "model.heads=4"                              # which two ranks and four can share
 MOVES = "model.residual=false"                       # so that all parameters move from the first step on
 
@@ -205,10 +205,10 @@ EXERCISES = [
         "rows": "a rank has the rows of its heads, in q, in k and in v, in order"}, cases=rows_asked,
         limits=Limits(seconds=30)),
     Exercise("copy-reduce", "10", ("course.parallel.mappings.Copy", "course.parallel.mappings.Reduce"), draw, run_copy_reduce, {
-        "copied": "copy: every rank goes on with its own tensor",
+        "copied": "copy: every rank keeps its own tensor",
         "back_copy": "copy, backward: every rank gets the sum of all ranks' gradients",
         "reduced": "reduce: every rank gets the sum of all ranks' tensors",
-        "back_reduce": "reduce, backward: the gradient goes through as it is",
+        "back_reduce": "reduce, backward: the gradient passes unchanged",
         "sent": "they send no more than one all-reduce does, each in one of its passes and nothing in the other",
         "kept": "neither writes into its input or its gradient",
         "axes": "in a mesh of two axes each adds up along its own",
@@ -222,19 +222,19 @@ EXERCISES = [
         "sp_weights": "and the weights",
         "product": "both multiply with `multiply`, which may be the product of another number format",
         "format": "the sum with the bias is in the format of the product, here bf16",
-        "sent": "forward and backward a pair of them sends the bytes of one all-reduce of the activation each",
+        "sent": "a pair of them sends the bytes of one all-reduce of the activation forward, and of one backward",
         "lean": "no tensor is larger than this rank's part of a weight"},
-        flags={"format": "it is in another one: a bias in float32 makes float32 of the whole", "sent": MORE,
-               "lean": "one is: something was put together that is cut for good reason"},
+        flags={"format": "it is in another one: a float32 bias turns the whole sum into float32", "sent": MORE,
+               "lean": "one is: it gathers what was cut on purpose"},
         sizes=(2, 4), limits=RANKS, points=3),
     Exercise("gather-scatter", "10", ("course.parallel.mappings.Gather", "course.parallel.mappings.Scatter"), draw,
              run_gather_scatter, {
-        "gathered": "gather: every rank gets the pieces of all, in order, though they are not equally long",
+        "gathered": "gather: every rank gets all ranks' pieces, in order, even if their lengths differ",
         "back_gather": "gather, backward: every rank gets its piece of the sum of all gradients",
         "scattered": "scatter: every rank gets its piece of the sum of all tensors",
         "back_scatter": "scatter, backward: the pieces of the gradient are put together",
         "sent_whole": "where pieces are put together, each rank sends its piece to the others and no more",
-        "sent_sum": "where parts are added up, each rank is sent the sum of its piece and no more",
+        "sent_sum": "where parts are added up, each rank receives the sum of its piece and no more",
         "kept": "neither writes into its input or its gradient",
         "dims": "both work along another dim too, and with a call along one dim between another's two passes",
         "losses": "the library trains with sequence parallelism: the losses are those of one process",

@@ -98,7 +98,7 @@ def run_zigzag(inputs: Tensors) -> Tensors:
     for size, half in inputs["sizes"].tolist():
         pieces = token_split.zigzag(2 * size * half, size, torch.device("cpu"))
         if not isinstance(pieces, tuple | list) or len(pieces) != size:
-            raise InvalidReturn(f"`zigzag` returned {return_values.describe_value(pieces)}; a tuple of {size} tensors is wanted",
+            raise InvalidReturn(f"`zigzag` returned {return_values.describe_value(pieces)}; expected a tuple of {size} tensors",
                                     "return one tensor of positions for each rank")
         found += [return_values.tensor(piece, "zigzag", (2 * half,), torch.int64, " for a rank") for piece in pieces]
         with suppress(Exception):                    # on "meta" there are no numbers, which some answers look at

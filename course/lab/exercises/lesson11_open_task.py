@@ -209,7 +209,7 @@ EXERCISES = [
         "small": "no tensor holds the keys of all tokens, or all scores of a rank's queries",
         "kept": "between forward and backward, a rank keeps its own tokens only",
         "overlap": "in the forward pass, the next keys and values travel while a block is computed"},
-        flags={"sent": "more is sent", "small": "a larger one is made", "kept": "more is kept",
+        flags={"sent": "it sends more", "small": "it makes a larger one", "kept": "it keeps more",
                "overlap": "it waits for some receive before it multiplies anything, or receives nothing"},
         levels={"sent": "byte budget", "small": "memory budget", "kept": "memory budget", "overlap": "overlapped"},
         ladder=("Begin with a gather: `mappings.all_gather(k, 2, axis, sum(lengths))` gives all keys, and a mask hides the later "

@@ -31,7 +31,7 @@ def draw(seed: int, hidden: bool) -> Tensors:
 def passes(value: Any, who: str) -> list[Pass]:
     """The passes that `who` returned."""
     if not isinstance(value, list | tuple) or not all(isinstance(work, Pass) for work in value):
-        raise return_values.InvalidReturn(f"`{who}` returned {return_values.describe_value(value)}; a list of Pass is wanted",
+        raise return_values.InvalidReturn(f"`{who}` returned {return_values.describe_value(value)}; expected a list of Pass",
                                 return_values.choose_cure(value,
                                                    'return one list of all passes in order, each Pass("F" or "B", 0, number)'))
     for work in value:

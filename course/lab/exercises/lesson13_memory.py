@@ -49,7 +49,7 @@ def run_training_bytes(inputs: Tensors) -> Tensors:
     found = [training_bytes(*size) for size in inputs["sizes"].tolist()]
     for value in found:
         if not isinstance(value, tuple | list) or len(value) != 3:
-            raise InvalidReturn(f"`training_bytes` returned {return_values.describe_value(value)}; three numbers are wanted",
+            raise InvalidReturn(f"`training_bytes` returned {return_values.describe_value(value)}; expected three numbers",
                                 return_values.choose_cure(value, "return weights, gradients, states"))
     return {name: return_values.numbers((value[i] for value in found), "training_bytes")
             for i, name in enumerate(("weights", "gradients", "states"))}
@@ -204,24 +204,24 @@ def training_bytes_cases(inputs: Tensors) -> list[str]:
 EXERCISES = [
     Exercise("training-bytes", "13", (f"{__name__}.training_bytes",), draw_sizes, run_training_bytes, {
         "weights": "the bytes of the weights are right at every stage",
-        "gradients": "those of the gradients are",
-        "states": "those of the optimizer's states are"}, cases=training_bytes_cases, limits=QUICK),
+        "gradients": "so are those of the gradients",
+        "states": "and those of the optimizer's states"}, cases=training_bytes_cases, limits=QUICK),
     Exercise("zero-optimizer", "13", (f"{__name__}.ZeroOptimizer",), draw_bowls, run_zero_optimizer, {
         "sgd": "after each of five steps of gradient descent every rank has the weights of serial training",
         "adam": "and after each of five steps of Adam, in groups of two",
         "states": "a rank keeps the states of its own share alone",
-        "lean": "beside the weights that it is given it keeps nothing larger than a share",
+        "lean": "besides the weights that it is given, it keeps nothing larger than a share",
         "shares": "it sends gradients as a reduce-scatter does, no more than each rank needs",
-        "kept": "it leaves the gradient that it is given as it is"}, flags={
+        "kept": "it does not change the gradient that it is given"}, flags={
             "lean": "it does: a tensor of all weights or gradients, or a piece of one, which keeps all of it",
             "shares": "whole gradients are all-reduced or gathered",
-            "kept": "numbers in it have changed"},
+            "kept": "it changes numbers in it"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("recompute", "13", (f"{__name__}.Recompute",), draw_rows, run_recompute, {
         "output": "the output is that of two blocks, with residual sums around them",
         "gradient": "the gradient of the input is right",
         "parameters": "those of the blocks' parameters are right, added to what was in `.grad`",
-        "excess": "no numbers are kept beyond the blocks' inputs, saved or on ctx: so many more are",
-        "calls": "each block runs once forward and once more in the backward pass, on the same numbers: their mean in each call"},
+        "excess": "it keeps no numbers beyond the blocks' inputs, saved or on ctx",
+        "calls": "each block runs once forward and once more in the backward pass, on the same numbers (mean in each call)"},
         points=2, limits=QUICK),
 ]

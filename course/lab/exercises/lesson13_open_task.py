@@ -99,7 +99,7 @@ EXERCISES = [
         "weights": "after each step every rank has the parameters of Adam on the mean gradients, along two axes",
         "sent": "a step sends one reduce-scatter of the gradients and one all-gather of the parameters",
         "kept": "between steps a rank keeps the parameters and its share of the two moments"},
-        flags={"sent": "more is sent", "kept": "more is kept"},
+        flags={"sent": "it sends more", "kept": "it keeps more"},
         levels={"sent": "byte budget", "kept": "memory budget"},
         ladder=("Begin with Adam on one rank: two moments, their bias corrections, the update. Then average the gradients with "
                 "an all-reduce first. That is correct, and the first level.",

@@ -264,7 +264,7 @@ def all_tokens(prefix: Path) -> list[int]:
 def parts(value: Any) -> Index:
     """The index that was returned, its parts as NumPy has them."""
     if not isinstance(value, tuple) or len(value) != 4:
-        raise InvalidReturn(f"`read_index` returned {return_values.describe_value(value)}; an `Index` is wanted",
+        raise InvalidReturn(f"`read_index` returned {return_values.describe_value(value)}; expected an `Index`",
                                 return_values.choose_cure(value, "return Index(dtype, lengths, pointers, documents)"))
     try:
         return Index(np.dtype(value[0]), *map(np.asarray, value[1:]))               # a view, if it is an array
@@ -323,7 +323,7 @@ def run_one_document(inputs: Tensors) -> Tensors:
             each = document(index, tokens.astype(kind), i)
             if not isinstance(each, np.ndarray) or each.dtype.kind not in "iu":
                 told = f"an array of {each.dtype}" if isinstance(each, np.ndarray) else return_values.describe_value(each)
-                raise InvalidReturn(f"`document` returned {told}; an array of whole numbers is wanted, a part of `tokens`",
+                raise InvalidReturn(f"`document` returned {told}; expected an array of whole numbers, a part of `tokens`",
                                         return_values.choose_cure(each, "return tokens[start:stop]"))
             found += [*each.astype(float).tolist(), -1.0]
             sizes.append(len(each))
@@ -356,7 +356,7 @@ EXERCISES = [
         flags={"sparing": "a tensor is larger than the logits of a chunk, x and weight",
                "passing": "with many small chunks it does: something of each chunk stays",
                "light": "more is alive after the forward pass than the gradients of x and weight",
-               "early": "it does", "kept": "some numbers have changed"}, limits=QUICK, points=2),
+               "early": "it does", "kept": "it changes some numbers"}, limits=QUICK, points=2),
     Exercise("vocabulary-embedding", "14",
              ("course.parallel.tensor_parallel.vocabulary.own", "course.parallel.tensor_parallel.vocabulary.VocabularyEmbedding"),
              draw_vocabulary, run_vocabulary_embedding, {
@@ -368,7 +368,7 @@ EXERCISES = [
         "weights": "and so are the weights",
         "sp_trained": "with sequence parallelism, the losses are right",
         "sp_weights": "and so are the weights"},
-        flags={"kept": "some numbers have changed", "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
+        flags={"kept": "it changes some numbers", "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("vocabulary-loss", "14",
              ("course.parallel.tensor_parallel.vocabulary.losses_and_softmax",
               "course.parallel.tensor_parallel.vocabulary.minus_target"),
@@ -381,7 +381,7 @@ EXERCISES = [
         "kept": "it does not change the logits",
         "trained": "the library trains a GPT with it: the losses of two steps are those of one process",
         "weights": "and so are the weights"},
-        flags={"numbers": "they exchange more", "kept": "they have changed"}, tolerance=FLOAT32,
+        flags={"numbers": "they exchange more", "kept": "it changes them"}, tolerance=FLOAT32,
         sizes=(2, 4), limits=RANKS, points=3),
     Exercise("read-index", "14", ("course.data.text.indexed_files.read_index",), draw_files, run_read_index, {
         "kind": "the dtype is the one in the header",

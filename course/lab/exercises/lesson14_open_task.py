@@ -194,8 +194,8 @@ EXERCISES = [
         "small": "for a single token, no new tensor is larger than this rank's logits, B V / n",
         "grows": "and none grows with the text",
         "kept": "between calls, a rank keeps its heads' keys and values only"},
-        flags={"sent": "more is sent", "prompt": "a larger one is made", "small": "a larger one is made",
-               "grows": "a larger one is made, and it grows", "kept": "more is kept"},
+        flags={"sent": "it sends more", "prompt": "it makes a larger one", "small": "it makes a larger one",
+               "grows": "it makes a larger one, which grows", "kept": "it keeps more"},
         levels={"sent": "byte budget"} | dict.fromkeys(("prompt", "small", "grows", "kept"), "memory budget"),
         ladder=("Begin without a cache: keep all tokens, and go through `write_alone` with this rank's part. Sum over ranks "
                 "after the embedding (zeros for tokens of other ranks), after attention and after the MLP. Gather the logits. "

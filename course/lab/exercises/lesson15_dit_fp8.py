@@ -253,12 +253,12 @@ def run_agrees(inputs: Tensors) -> Tensors:
         found = return_values.several(agrees(candidate.clone(), others.clone(), length), "agrees",
                                       "(gap, spread, whether it agrees)")
         if len(found) != 3:
-            raise InvalidReturn(f"`agrees` returned {len(found)} things; three are wanted, (gap, spread, whether it agrees)",
+            raise InvalidReturn(f"`agrees` returned {len(found)} things; expected three, (gap, spread, whether it agrees)",
                            "return gap, spread, gap <= spread")
         gap, spread, verdict = found
         if not isinstance(verdict, bool) and getattr(verdict, "dtype", None) != torch.bool:
-            raise InvalidReturn(f"the third thing that `agrees` returned is {return_values.describe_value(verdict)}; True or "
-                                "False is wanted",
+            raise InvalidReturn(f"the third thing that `agrees` returned is {return_values.describe_value(verdict)}; "
+                                "expected True or False",
                            "compare the two: gap <= spread")
         rows.append([return_values.number(gap, "agrees"), return_values.number(spread, "agrees"), float(verdict)])
     gaps, spreads, verdicts = torch.tensor(rows, dtype=torch.float64).T

@@ -167,7 +167,7 @@ def checked_box(part: Any, box: Box, dtype: torch.dtype) -> Tensor:
     """The box that somebody put together, if it is a tensor of its shape and format."""
     told = f"`put_together` returned {return_values.describe_value(part)}"
     if not isinstance(part, Tensor):
-        raise InvalidReturn(f"{told}; a tensor is wanted",
+        raise InvalidReturn(f"{told}; expected a tensor",
                                      return_values.choose_cure(part, "return the tensor that you put together"))
     if part.shape != box_shape(box):
         raise InvalidReturn(f"`put_together` returned a tensor of shape {tuple(part.shape)} for the box {box}; its shape is "
@@ -230,7 +230,7 @@ def checked_tensors(value: Any, who: str, names: tuple[str, ...], shapes: list[t
     """The tensors by name that somebody returned."""
     if not isinstance(value, dict) or set(value) != set(names):
         told = f"the names {', '.join(map(str, value))}" if isinstance(value, dict) else return_values.describe_value(value)
-        raise InvalidReturn(f"`{who}` returned {told}; a dict with {', '.join(names)} is wanted",
+        raise InvalidReturn(f"`{who}` returned {told}; expected a dict with {', '.join(names)}",
                                 return_values.choose_cure(value, f"return a dict with {', '.join(names)}"))
     return {name: return_values.tensor(value[name], who, shape, torch.float64, f" as {name}")
             for name, shape in zip(names, shapes, strict=True)}

@@ -144,7 +144,7 @@ def checked_weights(value: Any, c: GPTConfig) -> dict[str, Tensor]:
     """The weights that somebody returned."""
     wanted = {name: p.shape for name, p in build_model(c).state_dict().items()}
     if not isinstance(value, dict):
-        raise InvalidReturn(f"`convert_foreign` returned {describe_value(value)}; a dict is wanted",
+        raise InvalidReturn(f"`convert_foreign` returned {describe_value(value)}; expected a dict",
                             choose_cure(value, "return a dict with the serial names of our parameters"))
     for name in [*wanted, *value]:
         if name not in value or name not in wanted:

@@ -144,7 +144,7 @@ def run_batch_script(inputs: Tensors) -> Tensors:
 def checked_script(path: Path, text: Any) -> Script:
     """The learner's script, read, if it is one that bash can run."""
     if not isinstance(text, str):
-        raise InvalidReturn(f"`batch_script` returned {return_values.describe_value(text)}; the text of a script is wanted",
+        raise InvalidReturn(f"`batch_script` returned {return_values.describe_value(text)}; expected the text of a script",
                                 return_values.choose_cure(text, "return the script as one string"))
     path.write_text(text)
     checked = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
@@ -352,17 +352,17 @@ def answered(environ: dict[str, str]) -> dict[str, str]:
     made: Any = rendezvous(dict(environ))
     if not isinstance(made, Mapping) or set(made) != set(NAMES):
         told = f"the names {', '.join(map(str, made))}" if isinstance(made, Mapping) else return_values.describe_value(made)
-        raise InvalidReturn(f"`rendezvous` returned {told}; a dict with {', '.join(NAMES)} is wanted",
+        raise InvalidReturn(f"`rendezvous` returned {told}; expected a dict with {', '.join(NAMES)}",
                                 return_values.choose_cure(made, f"return a dict with {', '.join(NAMES)}"))
     found = {name: str(value) for name, value in made.items()}
     if not re.fullmatch(r"[\w.-]+", found["MASTER_ADDR"]):
         raise InvalidReturn(f"`rendezvous` returned {found['MASTER_ADDR']!r} as MASTER_ADDR of the nodes "
-                            f"{environ['SLURM_JOB_NODELIST']}; the name of one node is wanted",
+                            f"{environ['SLURM_JOB_NODELIST']}; expected the name of one node",
                                 "commas inside brackets part numbers, those outside part names; the first number in the "
                                 "brackets, with its zeros, goes where the brackets are")
     if not 1024 <= whole_number(found["MASTER_PORT"]) < 32_768:
-        raise InvalidReturn(f"`rendezvous` returned {found['MASTER_PORT']!r} as MASTER_PORT of job {environ['SLURM_JOB_ID']}; a "
-                            "number from 1024 to 32767 is wanted",
+        raise InvalidReturn(f"`rendezvous` returned {found['MASTER_PORT']!r} as MASTER_PORT of job {environ['SLURM_JOB_ID']}; "
+                            "expected a number from 1024 to 32767",
                                 "numbers of jobs go into the millions: take the number modulo as many ports as you use, and add "
                                 "the first of them, so that the last is below 32,768: from there on the system gives ports to "
                                 "anybody, and those below 1024 are root's")
@@ -392,10 +392,10 @@ EXERCISES = [
         "requeued": "it goes back into the queue if its ranks ended with 75, once they have ended, and only then",
         "slept": "and then it sleeps, until Slurm has put it back"}, flags={
         "lint": "run the cell above, which shows what",
-        "command": "the words that srun was given are others",
-        "meet": "the address is not the first node, or the port is none, or the next job has the same",
+        "command": "srun was given other words",
+        "meet": "the address is not the first node, the port is not valid, or the next job has the same port",
         "heard": "they were never told",
-        "status": "its exit status says something else than that of srun, or it never ends",
+        "status": "its exit status differs from srun's, or it never ends",
         "requeued": "not then, too early, twice, another job, or without a reason",
         "slept": "the script ends at once, and Slurm may find a job that is over and not put it back"},
         unknown="no known mistake does this: run the script by hand, line by line, as srun would find it",

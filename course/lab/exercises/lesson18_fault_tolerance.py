@@ -163,7 +163,7 @@ def run_lives(world: TrainingWorld) -> None:
         if world.dead:                               # it has caught what nobody can
             continue
         if isinstance(status, bool) or not isinstance(status, int):
-            raise return_values.InvalidReturn(f"`go_on` returned {return_values.describe_value(status)}; 0 or {GO_ON} is wanted",
+            raise return_values.InvalidReturn(f"`go_on` returned {return_values.describe_value(status)}; expected 0 or {GO_ON}",
                                     return_values.choose_cure(status, f"return 0 if step `last` is done, else {GO_ON}"))
         world.events.append(["returned", status])
         if status == 0 or world.reached >= world.last:
@@ -346,8 +346,8 @@ def checkpoint_interval_cases(inputs: Tensors) -> list[str]:
 
 EXERCISES = [
     Exercise("go-on", "18", (f"{__name__}.go_on",), draw_fates, run_go_on, weigh=weigh_go_on, claims={
-        "losses": "whatever happens, in the end each step has the loss of a training that was left alone",
-        "again": "no step is done again but those that a kill takes away",
+        "losses": "whatever happens, in the end each step has the loss of an undisturbed training",
+        "again": "no step is repeated, except those that a kill takes away",
         "late": "after a signal at most one more step begins",
         "needless": "a checkpoint is written when one is due or the run stops, and none twice",
         "torn": "nothing else happens while one is written",

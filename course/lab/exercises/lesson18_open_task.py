@@ -146,12 +146,12 @@ def explain(inputs: Tensors, expected: Tensors, got: Tensors) -> str:
 
 EXERCISES = [
     Exercise("survive", "18", (f"{__name__}.survive",), draw, run, {
-        "sum": "whatever happens, in the end each step has the loss of a training that was left alone",
+        "sum": "whatever happens, in the end each step has the loss of an undisturbed training",
         "status": "it returns 0 when the last step is done, else 75, and does not end in another way",
         "writes": f"in all, at most {MORE} checkpoints more are written than `job.every` makes necessary, of 1.1 states each",
-        "again": "no more steps are done again than a kill or a damaged file makes necessary",
-        "left": f"in the end fewer bytes than {LEFT} states are on the disk, in at most {FILES} files",
-        "most": f"at no time are there more than {MOST} states"},
+        "again": "no more steps are repeated than a kill or a damaged file makes necessary",
+        "left": f"at the end, the disk holds less than {LEFT} states, in at most {FILES} files",
+        "most": f"and never more than {MOST} states"},
         levels={"writes": "few writes", "again": "few repeated", "left": "tidy", "most": "tidy"},
         cases=lambda inputs: list(fates(inputs)),
         flags=dict.fromkeys(("status", "writes", "again", "left", "most"), "not always"),

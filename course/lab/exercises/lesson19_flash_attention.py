@@ -571,7 +571,7 @@ HERE = __name__
 ROUNDING = {"bf16": "it is further from the result in float64 than rounding explains, or not in bf16"}
 OUTSIDE = "a pointer leads elsewhere or behind token T, or rows of y or numbers of lse behind it have changed"
 READS = "more is loaded than the tiles that causality leaves, each once"
-MASKS = "tiles that every query sees whole are loaded with a mask too"
+MASKS = "it also masks tiles that every query sees in full"
 EXERCISES = [
     Exercise("online-softmax", "19", (f"{HERE}.online_softmax",), draw_scores, run_online_softmax, weigh=weigh_online_softmax,
              tolerance=1e-5, limits=QUICK, flags=ROUNDING, claims={
@@ -583,7 +583,7 @@ EXERCISES = [
     Exercise("flash-forward", "19", tuple(f"{HERE}.{name}" for name in ("key_range", "attend_keys", "flash_forward_kernel")),
              draw_attention, run_flash_forward, weigh=weigh_flash_forward, tolerance=1e-5, limits=QUICK, points=3,
              flags=ROUNDING | {"reads": READS, "masks": MASKS, "guards": OUTSIDE}, claims={
-        "ranges": "each block of queries knows up to where all keys are seen, and behind which key none is",
+        "ranges": "each block of queries knows up to which key it sees all, and after which key it sees none",
         "wide_y": "causal attention is right if a tile has more keys than the block has queries",
         "wide_lse": "and so is its log-sum-exp",
         "tall_y": "causal attention is right if the block has more queries than a tile has keys",
@@ -594,7 +594,7 @@ EXERCISES = [
         "large_lse": "and finite log-sum-exps",
         "bf16": "in bf16 both are right up to rounding, for each head of each sample",
         "reads": "each block loads the tiles that its queries see, once, and no others",
-        "masks": "and loads with a mask only those that some query does not see whole",
+        "masks": "and uses a mask only for tiles that some query sees in part",
         "guards": "nothing is read or written outside the tensors, or written beyond the last token"}),
     Exercise("flash-backward", "19", tuple(f"{HERE}.{name}" for name in ("query_gradient", "key_gradients", "query_range")),
              draw_attention, run_flash_backward, weigh=weigh_flash_backward, tolerance=1e-5, limits=QUICK, points=3,

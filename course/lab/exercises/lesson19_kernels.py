@@ -378,13 +378,13 @@ FLAGS = {"loads": "more or fewer elements were loaded",
          "tiles": "one of them touches more",
          "guards": "a pointer leads elsewhere, or memory has changed that belongs to no element of the result"}
 ALONE = "PyTorch computes and copies nothing"
-GUARDS = "nothing is read or written outside the tensors, and what is given stays as it is"
+GUARDS = "nothing is read or written outside the tensors, and the inputs stay unchanged"
 EXERCISES = [
     Exercise("copy", "19", (f"{HERE}.copy_kernel", f"{HERE}.copy"), draw_matrix, run_copy, limits=QUICK, flags=FLAGS, claims={
         "y": "every number arrives, from rows that do not follow each other in memory",
         "from_y": "so it does from a transposed matrix",
         "to_y": "and to one",
-        "bf16_y": "bf16 numbers arrive as they are",
+        "bf16_y": "bf16 numbers arrive unchanged",
         "loads": "your kernel loads each element of x once",
         "stores": "and stores each element of y once",
         "programs": "one program runs for each tile",

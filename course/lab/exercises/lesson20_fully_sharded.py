@@ -437,8 +437,8 @@ EXERCISES = [
         "pair_weights": "and so are the weights",
         "before": "the whole weights have no memory before the first `gather`",
         "freed": "they have none after `free`",
-        "kept": "beside them a unit keeps its share alone: numbers kept, in shares",
-        "lean": "`gather` makes no tensors beside `whole` that are larger than a share",
+        "kept": "besides them, a unit keeps only its share (numbers kept, in shares)",
+        "lean": "besides `whole`, `gather` makes no tensors that are larger than a share",
         "sent": "`gather` sends what one all-gather of the shares sends"}, flags={
             "before": "they have", "freed": "the parameters still have theirs", "sent": "it sends more",
             "lean": "it does: for a moment the weights are in memory more than once"},
@@ -447,8 +447,8 @@ EXERCISES = [
         "all": "after each micro-batch `share.grad` is this rank's part of the mean gradients, summed over micro-batches",
         "pair": "along an axis of two ranks, too",
         "dropped": "no parameter keeps its whole gradient",
-        "kept": "the unit keeps its share and the share's gradient: numbers kept, in shares",
-        "calls": "each micro-batch needs one collective: their number",
+        "kept": "the unit keeps its share and the share's gradient (numbers kept, in shares)",
+        "calls": "each micro-batch needs one collective (their number)",
         "sent": "it sends what a reduce-scatter sends"}, flags={
             "dropped": "one has a gradient afterwards", "sent": "it sends more"},
         sizes=(2, 4), points=2, limits=PATIENT),

@@ -263,7 +263,7 @@ EXERCISES = [
         "all_gradient": "backward, each gradient returns to the row that it belongs to",
         "pair": "the rows are right along an axis of two ranks, too",
         "pair_gradient": "and so are the gradients",
-        "sent": "each row is sent once, and each gradient once"}, flags={"sent": "more is sent"},
+        "sent": "each row is sent once, and each gradient once"}, flags={"sent": "it sends more"},
         sizes=(2, 4), points=2, limits=PATIENT),
     Exercise("through-experts", "21", (f"{__name__}.through_experts",), draw_rows, run_through_experts, {
         "all": "each row gets the output of its own expert, in its own place",
@@ -273,7 +273,7 @@ EXERCISES = [
         "pair_rows": "and so are the gradients of the rows",
         "pair_weights": "and those of the experts",
         "computed": "each rank computes its experts' rows in one call, and no others",
-        "sent": "each row and each output is sent once; with them go only the numbers of rows"}, flags={
-            "computed": "`compute` gets other rows, or is called more than once", "sent": "more is sent"},
+        "sent": "each row and each output is sent once; besides them, only the numbers of rows are sent"}, flags={
+            "computed": "`compute` gets other rows, or is called more than once", "sent": "it sends more"},
         sizes=(2, 4), points=3, limits=PATIENT),
 ]

@@ -188,7 +188,7 @@ def chosen_settings() -> list[str]:
     """
     chosen = settings()
     if not isinstance(chosen, list | tuple) or not all(isinstance(each, str) and "=" in each for each in chosen):
-        raise InvalidReturn(f"`settings` returned {return_values.describe_value(chosen)}; a list of settings is wanted", A_LIST)
+        raise InvalidReturn(f"`settings` returned {return_values.describe_value(chosen)}; expected a list of settings", A_LIST)
     for each in chosen:
         if not each.startswith(FREE):
             raise InvalidReturn(f"{each} changes the task", LEFT_OPEN)
@@ -314,7 +314,7 @@ EXERCISES = [
         "pp_weights": "and so are the weights",
         "zero": "the norm is right where ranks hold shares of all weights",
         "zero_weights": "and so are the weights",
-        "sent": "each norm sends one all-reduce of one number"}, flags={"sent": "more is sent, or in several messages"},
+        "sent": "each norm sends one all-reduce of one number"}, flags={"sent": "it sends more, or in several messages"},
         sizes=(2, 4), points=2, limits=Limits(seconds=120)),
     Exercise("train-it", "22", (f"{__name__}.settings",), draw_train_it, run_train_it, {
         "first": "four ranks begin with the loss of one process",

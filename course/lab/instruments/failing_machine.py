@@ -284,7 +284,7 @@ def live(survive: Callable[[Job], Any], fate: Fate, plan: Plan) -> Outcome:
             power = fate.power if life == 0 else ""
             disk = filled(disk.after_crash(power) if power else disk.held())
         elif type(status) is not int:
-            raise InvalidReturn(f"`survive` returned {describe_value(status)}; 0 or {GO_ON} is wanted",
+            raise InvalidReturn(f"`survive` returned {describe_value(status)}; expected 0 or {GO_ON}",
                                 choose_cure(status, f"return 0 if step `last` is done, else {GO_ON}"))
         else:
             outcome.wrong_status += status != (0 if done else GO_ON)

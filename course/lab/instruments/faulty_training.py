@@ -130,7 +130,7 @@ def as_arrays(latent: Tensor, noise: Tensor, time: Tensor, label: Tensor) -> lis
     for name, tensor in given.items():
         shape = (len(latent), *(LATENT if name in ("latent", "noise") else ()))
         if tuple(tensor.shape) != shape:
-            raise InvalidReturn(f"`{name}` of `run` has the shape {tuple(tensor.shape)}; {shape} is wanted",
+            raise InvalidReturn(f"`{name}` of `run` has the shape {tuple(tensor.shape)}; expected {shape}",
                                 "all four have one entry for each sample")
     if time.min() < 0 or time.max() > diffusion.STEPS or label.min() < 0 or label.max() >= CLASSES:
         raise InvalidReturn("`run` got a time or a label that does not exist",

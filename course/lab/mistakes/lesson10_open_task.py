@@ -51,7 +51,7 @@ MISTAKES = {
                 "every token attends to all tokens here: leave out `is_causal`"),
         Mistake("small weights are sent twice", SHARED,
                 "return mappings.reduce(mappings.copy(weights[name], axis) / axis.size, axis)",
-                "more is sent than the block needs. Each gather or scatter of the activation is needed once forward and once "
+                "it sends more than the block needs. Each gather or scatter of the activation is needed once forward and once "
                 "backward, and each small weight needs one all-reduce, in the backward pass", by=("sent",)),
         Mistake("the norm after the gather", NORMED, '''        y = mappings.gather(x, 1, axis, tokens)
         return F.layer_norm(y, x.shape[-1:], shared(f"{norm}.weight"), shared(f"{norm}.bias"))

@@ -49,7 +49,7 @@ MISTAKES = {
                 "        ctx.axis, ctx.lengths = axis, lengths\n"
                 "        mappings = __import__('course.parallel.mappings', fromlist=['all_gather'])\n"
                 "        ctx.sums = mappings.all_gather(lse[..., None], 2, axis, sum(lengths))\n",
-                "more is sent than later ranks need. A piece goes to the ranks after its own only, once forward and once "
+                "it sends more than later ranks need. A piece goes to the ranks after its own only, once forward and once "
                 "backward, and each of these ranks sends the piece's gradients back once", by=("sent",)),
         Mistake("pieces of others are kept", "        ctx.save_for_backward(q, k, v, out, lse)\n",
                 "        ctx.save_for_backward(q, k, v, out, lse)\n        ctx.others = [x.clone() for x in 3 * (q, k, v)]\n",

@@ -325,7 +325,7 @@ WRONG = [
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "own = 0\n        for rank in self.axis.ranks:\n            other = gradient.clone()\n"
         "            dist.broadcast(other, rank, group=self.axis.group)\n"
-        "            own = own + other.chunk(self.axis.size)[self.axis.rank]"), "by all-gather and broadcast more is sent"),
+        "            own = own + other.chunk(self.axis.size)[self.axis.rank]"), "it sends more by all-gather and broadcast"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "        own =", "        self.gradient = gradient.clone()\n        own ="), "keep none between steps"),
     ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "the mean of each micro-batch"),

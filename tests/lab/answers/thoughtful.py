@@ -195,7 +195,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
         ("return all_reduce(x, axis)",
          "ctx.axis = axis\n"
          "        return all_reduce(x, axis)"),
-    ], "by all-reduce more is sent than it takes"),
+    ], "it sends more by all-reduce than is needed"),
     # two ranks: send
     ("copy-reduce", [
         ("return all_reduce(x, axis)",
@@ -404,7 +404,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("zigzag", [
         ("torch.arange(total, device=device)",
          "torch.arange(float(total), device=device)"),
-    ], "whole numbers are wanted"),
+    ], "return whole numbers"),
     # quarters
     ("visible", [
         ("return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), "
