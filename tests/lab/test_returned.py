@@ -25,7 +25,7 @@ from course.lab.checks.exercise import find, right
     (lambda: return_values.tensor(torch.ones(3), "f", (), torch.float32), "shape (3,); expected a scalar tensor", "summed"),
     (lambda: return_values.tensor(torch.ones(3), "f", (2,), torch.float32), "shape (3,); expected a tensor of shape (2,)",
      "summed"),
-    (lambda: return_values.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64",
+    (lambda: return_values.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; expected torch.float64",
      "zeros_like"),
     (lambda: return_values.tensor(torch.ones(2).sum().long(), "f", (), torch.float64), "type torch.int64", ".to(target.dtype)"),
     (lambda: return_values.tensor(torch.ones(()) > 0, "f", (), torch.float64), "type torch.bool", ".to(target.dtype)"),
