@@ -110,7 +110,7 @@ simulation.make(weather)         # lesson 01 made it already
 # | E5M2 | 8 | 5 | 2 | the upper half of an fp16 |
 # | E4M3 | 8 | 4 | 3 | has no infinities, so it reaches 448 |
 #
-# > **Predict.** What is the largest number of fp16? And what is 256 + 1 in bf16?
+# > **Predict.** What is the largest number in fp16? And what is 256 + 1 in bf16?
 
 # %%
 my_largest = 1000.0              # your prediction
@@ -276,7 +276,7 @@ lab.picture(style.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rate
 # Do lost updates change the loss? Train a small model twice from the same weights, in bf16 with a small learning rate. In the
 # second run, round the weights to bf16 after each step.
 #
-# > **Predict.** By how many percent will the loss of the second run be higher after 160 steps?
+# > **Predict.** By what percentage will the loss of the second run be higher after 160 steps?
 
 # %%
 my_worse = 50.0                  # your prediction, percent
@@ -343,7 +343,7 @@ lab.picture(format_figures.magnitudes({"gradients of the linears' outputs": last
 # %% [markdown]
 # About a quarter become zero. Nearly all others are subnormal, with a few bits left. There is an elegant way out. All
 # gradients are proportional to the loss. Multiply the **loss** by 65,536, and every gradient grows by 16 powers of two.
-# Divide by it before the optimizer's step, in float32. A power of two rounds nothing.
+# Divide by it before the optimizer's step, in float32. Multiplying by a power of two rounds nothing.
 
 # %%
 print(f"with the loss times 65536, {zeros(last * 2.0**16):.4f}% become zero")
@@ -451,7 +451,7 @@ lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32]
 #
 # Eight bits give 256 patterns, including the signs. The tensor cores of Ada, Hopper and Blackwell GPUs multiply them
 # twice as fast as bf16. Compare the ranges: E4M3 spans 18 powers of two from its smallest to its largest number, E5M2
-# spans 32. Gradients spread over 20 powers and more, and each layer's gradients lie elsewhere. One loss scale for
+# spans 32. Gradients spread over 20 powers and more, and each layer's gradients occupy a different range. One loss scale for
 # everything is not enough. So each *tensor* gets its own scale before it is cast:
 #
 # 1. find the largest magnitude of the tensor, its **amax**;
@@ -634,7 +634,7 @@ def mean_error(kind: torch.dtype, headroom: float = 1.0) -> tuple[float, float]:
 
 lab.beside("error of E4M3 over that of E5M2", my_ratio, mean_error(native.E4M3)[0]
            / mean_error(native.E5M2)[0])
-print("\nthe scale is made for an amax            E4M3: error, zeros       "
+print("\nscale chosen for an amax of            E4M3: error, zeros       "
       "E5M2: error, zeros")
 for headroom in (1.0, 1e2, 1e4, 1e6):
     found = [f"{value:8.2f}%" for kind in (native.E4M3, native.E5M2)
@@ -665,7 +665,7 @@ lab.picture(format_figures.magnitudes({"gradients of queries, keys and values": 
 # So the wide range is *insurance* against a wrong scale. Large models need it more, because their tensors spread more
 # widely. Block scaling has one scale per 128 numbers and needs less insurance: it uses E4M3 throughout.
 #
-# ## When does FP8 pay?
+# ## When does FP8 pay off?
 #
 # Casts cost time. Each cast reads 16 or 32 bits per number and writes 8 bits twice, because the backward pass needs the
 # transpose. Take a linear of width $h$ (inputs and outputs) and $M$ tokens. Its three products are $6Mh^2$ FLOPs.
@@ -781,7 +781,7 @@ lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weath
 # **Delayed scaling** takes the largest amax of the previous steps, from a **history**. It knows the scale in advance: one
 # pass casts the tensor and records its amax for later. It bets that a tensor does not grow suddenly.
 #
-# > **Question.** In data and tensor parallelism, each rank holds a different part of a tensor. What has to happen to the
+# > **Question.** In parallel training (lessons 07 to 10), each rank holds a different part of a tensor. What has to happen to the
 # > amaxes?
 #
 # <details><summary>Answer</summary>
@@ -805,7 +805,7 @@ lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weath
 # - FP8 with gradients in **E4M3**;
 # - FP8 with **frozen** scales: the scales after the first step, forever.
 #
-# > **Predict.** By how many percent do the last three differ from bf16 after 120 steps?
+# > **Predict.** By what percentage do the last three differ from bf16 after 120 steps?
 
 # %%
 # your prediction, %
@@ -819,7 +819,7 @@ runs = {name: loss_curves.losses(loss_curves.CASES[name], cpu, 120,
 gaps = {name: 100 * loss_curves.gap(run, runs[loss_curves.REFERENCE])
         for name, run in runs.items()}
 for name, predicted in my_gap.items():
-    lab.beside(name, predicted, gaps[name], "% from bf16, at most")
+    lab.beside(name, predicted, gaps[name], "% off bf16, at most")
 lab.picture(style.curves({name: (range(20, 121, 20), loss_curves.means(run).tolist())
                           for name, run in runs.items()},
                            "step", "loss, means of 20", "A small vision transformer "
@@ -944,7 +944,7 @@ lab.picture(format_figures.amax_and_limits(one[1:],
 # | one cast | a step casts each weight to float16 once, however many micro-batches it has |
 # | memory budget | at any time, at most 18 bytes per parameter, weights and velocities included |
 #
-# The steps come in an order that is drawn for each check. In one, large gradients of two micro-batches cancel. In others, one
+# Each check uses a new random order of steps. In one, large gradients of two micro-batches cancel. In others, one
 # number of one gradient overflows. Even in a good step, the scaled loss or the norm of the scaled gradients may exceed 65,504:
 # compute both in float32.
 #

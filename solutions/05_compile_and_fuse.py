@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 05 · Compile and fuse
 #
-# Matrix multiplications do nearly all of a model's arithmetic. Between them stand small operations: norms, activations,
+# Matrix multiplications do nearly all of a model's arithmetic. Between them come small operations: norms, activations,
 # sums, scales. They compute next to nothing, but each one reads and writes whole activations, so they take a good part of
 # a step. The remedy is to **fuse** them: read once, do everything, write once.
 #
@@ -25,7 +25,7 @@
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores, part of it compiling |
 # | you write | bytes of a chain (4 lines), kernels (7), a fused modulate (9), code without breaks (3); optional: a block (14) |
-# | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
+# | you measure | kernels and time of a block and of a step, uncompiled and compiled; and you read recorded steps of an H200 |
 #
 # Do [lesson 01](01_baseline.ipynb) first; [lesson 00](00_start_here.ipynb) explains the roofline. Work in a copy:
 # *File → Save Notebook As…*, `05_compile_and_fuse_mine.ipynb`.
@@ -96,7 +96,7 @@ print(f"torch.compile writes C++ here, and {compiler} compiles it" if compiler e
 #     m = n * (1 + scale)            one scale for each sample and feature
 #     y = m + shift
 #
-# That is about eight floating-point operations for each number of `x`. A matrix multiplication does thousands.
+# That is about eight floating-point operations for each element of `x`. A matrix multiplication does thousands.
 #
 # > **Predict.** `x` has 16 samples of 1024 tokens of width 768, 50 MB in float32. How many times as long as a *copy*,
 # > `x.clone()`, does the chain take?
@@ -124,7 +124,7 @@ lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds,
 
 # %% [markdown]
 # **What you should see:** about three, or more. A copy makes two trips: `x` comes out of memory, and the copy goes in. The
-# chain makes six. Each line reads the 50 MB that the previous line has just written, and no cache holds so much.
+# chain makes six. Each line reads the 50 MB that the previous line has just written, and most CPU caches do not hold that much.
 #
 # A CPU adds a second cost. Each large new tensor needs fresh pages from the operating system: one tensor for `clone`,
 # three for the chain. On a GPU PyTorch reuses freed memory, so only the trips count.
@@ -139,8 +139,8 @@ lab.picture(fusion.trips({"one after another": kernels_apart,
             "to it: two trips")
 
 # %% [markdown]
-# A **kernel** is one program that the GPU runs over the whole data: one launch, one pass. The lower half of the picture
-# shows the same chain as one kernel. `n` and `m` exist only in registers, number by number, and never reach memory. (The
+# A **kernel** is one program that the GPU runs over all of the data: one launch, one pass. The lower half of the picture
+# shows the same chain as one kernel. `n` and `m` exist only in registers, element by element, and never reach memory. (The
 # picture omits `shift` and `scale`, which are a thousandth of `x`.)
 #
 # > **Question.** The fused kernel does the same arithmetic. Why is it three times as fast, and not just a little?
@@ -183,12 +183,12 @@ def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Colle
 check("fused-bytes")
 
 # %% [markdown]
-# Now three chains. Two stand in every block of a diffusion transformer: the modulated norm, and the gated residual sum
+# Now three chains. Two occur in every block of a diffusion transformer: the modulated norm, and the gated residual sum
 # `x + gate * branch`. The third is GELU, in the approximation from its paper:
 #
 # $$\mathrm{gelu}(x) \approx \tfrac{1}{2}\,x\left(1 + \tanh\left(0.798\,(x + 0.0447\,x^3)\right)\right)$$
 #
-# > **Predict.** Written line by line, how many times as many bytes does GELU move as one fused kernel?
+# > **Predict.** Written line by line, GELU moves how many times the bytes of one fused kernel?
 
 # %%
 my_gelu = 3.0                    # your prediction
@@ -289,14 +289,14 @@ lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # %% [markdown]
 # ## What does not fuse
 #
-# Now take a whole block. What stands between two fused kernels?
+# Now take a whole block. What separates two fused kernels?
 #
 # > **Question.** Why does a compiler not make one kernel of a whole block, including the matrix multiplications?
 #
 # <details><summary>Answer</summary>
 # In a chain, each output number needs one input number, or one token. In a matrix product it needs a whole row and a whole
 # column. So the next product cannot begin before the previous one is done. A fast product also fills the chip's registers
-# and shared memory with tiles of its matrices. So products are calls of specialized libraries (cuBLAS, MKL). Attention has
+# and shared memory with tiles of its matrices. So products are calls to specialized libraries (cuBLAS, MKL). Attention has
 # its own kernel too: FlashAttention fuses two products and a softmax. (A short chain can be appended to a product, like
 # the bias in <code>addmm</code>. Inductor does so with products that it generates itself, <code>mode="max-autotune"</code>.)
 # </details>
@@ -389,8 +389,8 @@ else:
 
 # %% [markdown]
 # **What you should see:** your rule's number of kernels. Their names say what was fused: norm and modulation first. Then follow
-# gate, residual sum, norm and modulation, across the border of the branches. Gate and residual sum come last. Megatron-LM's
-# diffusion transformer names the same three fused steps.
+# gate, residual sum, norm and modulation, across the boundary between the branches. Gate and residual sum come last.
+# Megatron-LM's diffusion transformer names the same three fused steps.
 #
 # The speed-up is far smaller than three, perhaps none. Matrix products take nearly all of the time here, and the activations
 # (1.6 MB) stay in the CPU's cache. On a GPU the same chains weigh more. It multiplies matrices thousands of times as fast as
@@ -416,7 +416,7 @@ print(kernel_counter.format_counts(Counter(in_bf16) - Counter(started)), "more")
 # The longest chain of small operations comes last: Adam, for each parameter. The reference model has more than a hundred
 # parameter tensors.
 #
-# > **Predict.** For 100 parameters, how many operators does Adam start in a loop? And how many when it is fused?
+# > **Predict.** For 100 parameters, how many operators does Adam launch in a loop? And how many when it is fused?
 
 # %%
 my_loop, my_fused = 100, 100     # your predictions
@@ -498,7 +498,7 @@ lab.picture(profile.blocks({"eager": steps["16 samples, bf16"],
 #
 # | | A100, samples/s | times the first | H200, samples/s | times the first |
 # |---|--:|--:|--:|--:|
-# | TF32, the training process reads | 8.8 | 1.0 | {result: rungs[0] | .1f} | 1.0 |
+# | TF32, the training process reads the files itself | 8.8 | 1.0 | {result: rungs[0] | .1f} | 1.0 |
 # | TF32, loaded ahead | 13.2 | 1.5 | {result: rungs[1] | .1f} | {result: rungs[1] / rungs[0] | .1f} |
 # | 16 bits | 53.4 | 6.1 | {result: rungs[2] | .0f} | {result: rungs[2] / rungs[0] | .1f} |
 # | 16 bits, compiled | 55.0 | 6.2 | {result: rungs[3] | .0f} | {result: rungs[3] / rungs[0] | .1f} |
@@ -600,7 +600,7 @@ lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nby
 # Backward receives the gradient of $y$ and returns those of `x`, `shift`, `scale` and `eps` (`None`). For `shift` and
 # `scale`, note how many tokens share one.
 #
-# For `x`, let $g$ be the gradient of $n$. A number of $x$ acts on $n$ directly. It also acts through $\mu$ and $r$, which
+# For `x`, let $g$ be the gradient of $n$. An element of $x$ affects $n$ directly. It also acts through $\mu$ and $r$, which
 # all features of the token share. Shifting all of $x$ does not change $n$. Stretching $x$ does not either, apart from
 # $\varepsilon$. So subtract two parts from $g$, its mean and its component along $n$:
 #
@@ -752,7 +752,7 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 #
 # <details><summary>Answer</summary>
 # A block ends with a residual sum, and the next begins with a norm: a chain. A compiler that sees both makes one kernel.
-# Across the border it makes two: one more launch and one more read of x per block, beside the 11 kernels that you counted.
+# Across the border it makes two: one more launch and one more read of x per block, on top of the 11 kernels that you counted.
 # The loss is <i>only</i> a chain: subtract, square, add up. For 16 samples of the reference model it covers 83 million
 # numbers, and uncompiled it makes a handful of trips with them.
 # </details>
@@ -783,9 +783,9 @@ def tame_with_breaks(x: Tensor, sample: Tensor, limit: float) -> Tensor:
     return x
 
 # %% [markdown]
-# Dynamo cannot guess which way the `if` goes. So it compiles what it has recorded, runs the line in Python, and begins a
-# new graph behind it. That is a **graph break**. The result is right, and nobody tells you. But nothing fuses across a
-# break. At each of these breaks the host also waits for the GPU, so the queue runs empty (lesson 02).
+# Dynamo cannot guess which way the `if` goes. So it compiles what it has recorded, runs the line in Python, and begins a new
+# graph after it. That is a **graph break**. The result is right, and nobody tells you. But nothing fuses across a break. At each
+# of these breaks the host also waits for the GPU, so the queue runs empty (lesson 02).
 #
 # > **Predict.** Call it with an `x` beyond the limit, and then with one within it. How many graphs does Dynamo record in
 # > all?
@@ -866,9 +866,10 @@ print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0
 #
 # ## Open task: a block without breaks
 #
-# *Optional, about 45 minutes. Nothing later needs it.* Your `tame` had four breaks in six lines. Here is a whole block as it
-# grows in a project. Samples have different lengths, and nobody wants to compute padding. Attention fades in over the first
-# steps of the training. Only tokens whose gate is open go through the MLP. Rewrite it. Our solution has 14 lines.
+# *Optional, about 45 minutes. Nothing later needs it.* `tame_with_breaks` had four breaks in six lines. Here is a whole block,
+# of the kind that grows over time in a real project. Samples have different lengths, and nobody wants to compute padding.
+# Attention fades in over the first steps of the training. Only tokens whose gate is open go through the MLP. Rewrite it. Our
+# solution has 14 lines.
 
 # %%
 from course.lab.exercises.lesson05_open_task import (
@@ -881,7 +882,7 @@ recorded = kernel_counter.graphs(block_with_breaks,
                                  *[(torch.randn(3, t, 8), torch.tensor([4, 2, t]),
                                     weights, step, [])
                                    for t, step in ((8, 0), (9, 1), (10, 2))])
-print(f"{HEADS} heads, {WARM} steps of warm-up; recorded of three calls:", *recorded)
+print(f"{HEADS} heads, {WARM} steps of warm-up; recorded from three calls:", *recorded)
 
 # %% [markdown]
 # **What you should see:** hardly anything. Dynamo gives up at `.tolist()`, and leaves the loop and everything after it to
@@ -958,7 +959,7 @@ my_narrow_ms = 60.0              # your prediction
 compared = ("bf16, on the device", "bf16, compiled", "bf16, compiled, narrow stream")
 lab.recorded("vit_h200", {name: {"ms a step": step_ms(name),
                                  "samples/s": rows[name]["samples_per_s"],
-                                 "first step after, s": rows[name]["first_s"]}
+                                 "time to first step, s": rows[name]["first_s"]}
                           for name in compared},
              why="The reference model, whole training steps")
 lab.beside("\na step, compiled, narrow", my_narrow_ms,
@@ -989,13 +990,13 @@ lab.beside("a step, compiled, attention=flash", my_flash_ms,
 # The arithmetic gives {result: flash_by_arithmetic | .0%} more time, the measurement {result: flash_measured | .0%}. Check
 # in a profile which attention runs.
 #
-# > **Question.** Compiling delays the first step. After how many steps has it paid?
+# > **Question.** Compiling delays the first step. After how many steps has it paid off?
 
 # %%
 extra = rows["bf16, compiled"]["first_s"] - rows["bf16, on the device"]["first_s"]
 print(f"The first step comes {extra:.1f} s later, and each step saves "
       f"{eager_ms - fast_ms:.1f} ms: "
-      f"compiling pays after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
+      f"compiling pays off after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
 
 # %% [markdown]
 # Small models on small batches are different. One sample of a small model (12 layers of width 768, 256 tokens) starts
@@ -1023,7 +1024,7 @@ lab.recorded("vit_h200", {name: {"kernels": rows[name]["kernels"],
 
 # %% [markdown]
 # Compiled, the step is slower! Only {result: 1 - kernels_compiled / kernels_eager | .0%} of the kernels are gone, and the
-# host takes longer over each remaining one. It checks guards first. Then Python code from Inductor allocates memory and
+# host spends longer on each remaining one. It checks guards first. Then Python code from Inductor allocates memory and
 # launches the kernels. PyTorch's own operators do both in C++. A busy GPU hides this cost. Here the GPU waits for the host.
 #
 # So compile what is bound by memory. Against launch overhead you need CUDA graphs, the topic of lesson 06.

@@ -16,7 +16,7 @@
 #
 # **What you will learn**
 #
-# - how to compute whether a graph makes a step faster, and from which batch on it does not;
+# - how to compute whether a graph makes a step faster, and at what batch size it stops helping;
 # - how to capture and replay a step: warm-up, static buffers, copies in and out;
 # - how to turn decisions in Python into decisions on the device.
 #
@@ -26,7 +26,7 @@
 # | reading and doing | about 90 minutes |
 # | computing | half a minute on two cores |
 # | you write | when a graph is worth it (6 lines), static buffers (16), decisions on the device (10); optional: a trainer (45) |
-# | you measure | a step, launched piece by piece and replayed, against its batch |
+# | you measure | a step, launched piece by piece and replayed, as a function of batch size |
 #
 # Do [lesson 02](02_profiling.ipynb) first; the appendix compares with [lesson 05](05_compile_and_fuse.ipynb). Work in a copy:
 # *File → Save Notebook As…*, `06_cuda_graphs_mine.ipynb`.
@@ -109,8 +109,8 @@ lab.picture(cuda_graphs.timeline(rows, title="twelve kernels: 20 µs for each la
 #
 # - `graphed_time` is the time of a step in a graph. The host launches all kernels at once. Then the GPU runs them, with a gap
 #   between each two.
-# - `break_even` is the batch from which a graph gains too little. It is the smallest batch at which the eager step takes less
-#   than `1 + least` times as long as the graphed step. The work of each kernel grows in proportion to the batch.
+# - `break_even` is the batch size at which a graph stops being worth it. It is the smallest batch at which the eager step takes
+#   less than `1 + least` times as long as the graphed step. The work of each kernel grows in proportion to the batch.
 #
 # `eager_time(launches, works, gap)` is given. It is `replay` of lesson 02, with gaps.
 
@@ -130,7 +130,7 @@ lab.beside("1,000 kernels in a graph", my_graphed_ms,
 # %% [markdown]
 # Now the GPU sets the pace: its work and its gaps are all that counts.
 #
-# > **Predict.** Take 400 kernels like the twelve above. From which batch on does a graph gain less than a tenth? (Up to which
+# > **Predict.** Take 400 kernels like the twelve above. At what batch size does a graph start to gain less than 10%? (Up to which
 # > batch does the time of the eager step stay the same?)
 
 # %%
@@ -148,7 +148,7 @@ curve = style.curves({"launched one by one": (batches,
 lab.picture(curve, "Launched one by one, a step takes 8 ms up to about 6 samples and "
             "then rises; as a graph it rises from 1.6 ms at once, and the two meet "
             "where launching no longer matters")
-lab.beside("samples from which on a graph gains less than 10%", my_break_even,
+lab.beside("batch size at which a graph gains less than 10%", my_break_even,
            break_even(works, 20e-6, 10e-6, 1e-6, 0.1),
            how="computed")
 
@@ -184,7 +184,7 @@ print("z after the capture:", z.tolist())
 # %% [markdown]
 # No numbers: **a capture computes nothing**. It only records the operations. `y` and `z` exist and their memory is reserved,
 # but nobody has written into it. (The tape fills it with NaN, so that you notice. On a GPU it holds whatever was there
-# before.) Here is the content of the tape:
+# before.) Here are the contents of the tape:
 
 # %%
 def address(tensor: Tensor) -> str:
@@ -196,7 +196,7 @@ for call in graph.calls:
     print(f"{call.name:4} reads "
           f"{', '.join(map(address, cpu_graph.find_tensors(call.arguments)))}, "
           f"writes {', '.join(map(address, call.new_tensors.values()))}")
-print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
+print(f"x is at {address(x)}, y at {address(y)}, z at {address(z)}")
 
 # %% [markdown]
 # How does the tape know? Below autograd, PyTorch lets a program intercept every operation. Skim this class; the rest of the
@@ -244,9 +244,9 @@ for value in (1.0, 2.0, 3.0):
 print([result[0].item() for result in kept])
 
 # %% [markdown]
-# Three times the last result. The list has three names for one piece of memory, and every replay writes there. This bug is
+# Three times the last result. The list holds three references to the same memory, and every replay writes there. This bug is
 # called **reading a stale buffer**, and it exists at both ends: an old batch, or an overwritten result. A loss that you log
-# ten steps later belongs to another step, and there is no error. **Copy away every result** before the next replay.
+# ten steps later belongs to another step, and there is no error. **Copy every result out** before the next replay.
 
 # %%
 lab.picture(cuda_graphs.buffers(),
@@ -383,7 +383,7 @@ lab.show("course.training.cuda_graph.GraphedStep")
 #
 # A tape does not reuse memory: it keeps everything.
 #
-# > **Predict.** How many times the peak memory of an eager step (activations, gradients) does the tape of that step keep?
+# > **Predict.** The tape of a step keeps how many times the peak memory (activations, gradients) of the eager step?
 
 # %%
 my_memory = 1.0                  # your prediction, times
@@ -408,7 +408,7 @@ lab.beside("the tape's memory over an eager step's", my_memory,
 # ## Measure it: your machine
 #
 # A replay of the tape skips the Python of the model, of autograd and of the optimizer. It only calls PyTorch once per
-# operation. On a CPU nothing runs beside the host: its time comes *on top of* the work. So a replay saves time here too.
+# operation. On a CPU nothing runs alongside the host: its time comes *on top of* the work. So a replay saves time here too.
 #
 # > **Predict.** Take the tiny model from above, one sample, on one core. How many times as long as a replay does the eager
 # > step take? And with 64 samples?
@@ -459,10 +459,10 @@ for samples, predicted in my_gain.items():
                predicted, gains[samples], "times")
 
 # %% [markdown]
-# **What you should see:** with one sample the eager step takes about one and a half times as long. That is the Python of a
-# step. A graph on a GPU gains far more: it pays for one launch, where a tape still calls every operation.
+# **What you should see:** with one sample the eager step takes about one and a half times as long. The difference is the step's
+# Python overhead. A graph on a GPU gains far more: it pays for one launch, where a tape still calls every operation.
 #
-# If Python were all, each batch would save the same milliseconds. On Linux the two lines part: larger batches save more.
+# If Python were the only cost, every batch size would save the same time. On Linux the two lines part: larger batches save more.
 #
 # > **Question.** What else does an eager step do for every operation? A replay does not do it, and it takes longer for larger
 # > tensors.
@@ -498,7 +498,7 @@ torch.set_num_threads(threads)
 
 # %% [markdown]
 # So the fixed addresses alone save time on a CPU. On a GPU they save nothing: PyTorch's **caching allocator** keeps freed
-# memory and reuses it. A gain belongs to the machine on which you measured it; look for its reason.
+# memory and reuses it. A gain may hold only on the machine where you measured it, so find out where it comes from.
 #
 # ## What Python decided in the capture
 #
@@ -508,8 +508,8 @@ torch.set_num_threads(threads)
 lab.show("course.lab.exercises.lesson06_cuda_graphs.on_host")
 
 # %% [markdown]
-# > **Question.** It takes three decisions in Python: the learning rate, which inputs to drop, and whether to update at all.
-# > Capture it in the step with the count 0. Which of the three stops the capture with an error, and which goes unnoticed?
+# > **Question.** It makes three decisions in Python: the learning rate, which inputs to drop, and whether to update at all.
+# > Capture it at step 0, when the count is 0. Which of the three stops the capture with an error, and which goes unnoticed?
 #
 # <details><summary>Answer</summary>
 # The <code>if</code> stops it: Python needs a value that has not been computed. <code>torch.tensor(...)</code> stops it as
@@ -571,8 +571,8 @@ print(f"rate {rate.item()}, count {count}; the rate of the third step is "
 # 2. **Find what waits.** `torch.cuda.set_sync_debug_mode("error")` stops an eager step at each operation that waits for the
 #    GPU: `.item()`, `.cpu()`, an `if` on a tensor, `nonzero`, a boolean mask as an index.
 # 3. **Find what is frozen.** Train eagerly and replayed, from the same weights on the same batches, and compare all
-#    parameters. Compare ten replays, because the first one still uses true values. Vary batches and learning rate, and include
-#    a bad batch.
+#    parameters. Compare ten replays, because the first one still uses the right values. Vary batches and learning rate, and
+#    include a bad batch.
 #
 # > **Question.** You load a checkpoint into a run whose step is already captured. The losses continue as if nothing had been
 # > loaded, or the optimizer continues with its old averages. How can that be?
@@ -584,8 +584,9 @@ print(f"rate {rate.item()}, count {count}; the rate of the third step is "
 # </details>
 #
 # **Random numbers.** PyTorch's default GPU generator supports graphs: kernels read seed and offset from device memory, and each
-# replay moves on. So `nn.Dropout` draws new numbers in every replay. Register your own generators with the graph. Random
-# numbers from Python or NumPy are frozen. This course computes random numbers from a step count that is a tensor (lesson 01).
+# replay advances the offset. So `nn.Dropout` draws new numbers in every replay. Register your own generators with the graph.
+# Random numbers from Python or NumPy are frozen. This course computes random numbers from a step count that is a tensor (lesson
+# 01).
 #
 # **Several GPUs.** NCCL's collectives are kernels, and a graph captures them like others. Every rank has to capture, and to
 # replay equally often, or the others wait forever. The first collective of the warm-up creates the connections. The decision to
@@ -772,7 +773,7 @@ lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels,
 # %% [markdown]
 # The graph removes the host, and compiling reduces kernels and bytes.
 #
-# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: by how many percent does a
+# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: by what percentage does a
 # > graph speed it up?
 
 # %%

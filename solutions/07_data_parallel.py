@@ -783,7 +783,7 @@ check("data-parallel")
 # 2. Your job's efficiency drops after you compile the model. Is that bad news?
 # 3. Which mistake in averaging would `course verify` find, but a falling loss hide?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal:
+# **Check your work from a terminal.** Save the notebook, then run
 # `course check notebooks/07_data_parallel_mine.ipynb`. Next: [lesson 08](08_scaling.ipynb) asks whether n times the samples
 # per second train a model n times sooner.
 #

@@ -891,5 +891,5 @@ check("plan-training")
 # 2. When in training would you increase the batch?
 # 3. Which batch would you try first for a new model, and how would you choose its rate?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/08_scaling_mine.ipynb`.
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/08_scaling_mine.ipynb`.
 # Next: [lesson 09](09_mesh.ipynb) arranges processes in groups.

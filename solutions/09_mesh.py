@@ -696,5 +696,5 @@ check("place-ranks")
 # 2. A colleague needs `tp=8` on nodes of 4 GPUs, because the model does not fit otherwise. What would you try first?
 # 3. What changes the ratio of `tp` to `dp`?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/09_mesh_mine.ipynb`. Next:
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/09_mesh_mine.ipynb`. Next:
 # [lesson 10](10_tensor_parallel.ipynb) builds the axis that sends most.

@@ -635,7 +635,7 @@ check("parallel-block")
 # 2. Which parameters of a new layer would need a sum over `tp`?
 # 3. A timeline shows a gather and a multiplication at the same time. What proves that the gather is hidden?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal:
+# **Check your work from a terminal.** Save the notebook, then run
 # `course check notebooks/10_tensor_parallel_mine.ipynb`. Next: [lesson 11](11_context_parallel.ipynb), for sequences too long
 # for one GPU.
 #

@@ -118,7 +118,7 @@ def kept_by_a_block(tokens: int, *overrides: str) -> int:
 kept = {tokens: ranks(1)(kept_by_a_block, tokens)[0] for tokens in (512, 2048)}
 halved = max(ranks(2)(kept_by_a_block, 2048, "parallel.cp=2", "parallel.context=ring"))
 lab.beside("2048 tokens over 512", my_times, kept[2048] / kept[512], "times", "counted")
-lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process",
+lab.beside("each of two ranks", my_share, halved / kept[2048], "times one process",
            "counted")
 
 # %% [markdown]
@@ -252,8 +252,8 @@ print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:",
 #
 # ## Exercise: merge
 #
-# `out` (B, h, T, d) and `lse` (B, h, T) are the answer for some keys, `new_out` and `new_lse` the answer for other keys.
-# Change `out` and `lse` **in place** into the answer for all of these keys. In place, because the ring passes views: some
+# `out` (B, h, T, d) and `lse` (B, h, T) are the attention output over some keys, `new_out` and `new_lse` the output over other
+# keys. Change `out` and `lse` **in place** into the output over all of these keys. In place, because the ring passes views: some
 # rows of its queries at a time.
 
 # %% exercise="merge"
@@ -375,8 +375,8 @@ for method in my_units:
 #
 # All ranks of `cp` have the same weights, and each rank has seen some of the tokens. Two steps make the gradients correct:
 #
-# - The second seam sums the loss over `cp`, in *both* directions: all-reduce | all-reduce. So every rank has the same
-#   loss, and its gradients are `cp` times too large.
+# - The second seam sums the loss over `cp`, in *both* directions: an all-reduce forward and an all-reduce backward. So every rank
+#   has the same loss, and its gradients are `cp` times too large.
 # - The library averages **all** gradients over `dp × cp`, which divides them by `cp`. No parameter needs special
 #   treatment.
 
@@ -406,7 +406,7 @@ for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
 #
 # ## Causal attention, and who waits for whom
 #
-# In a language model a token sees only itself and the tokens before it, which is about half of all scores. Take 4 ranks
+# In a language model a token sees only itself and the tokens before it, so only about half of all scores are needed. Take 4 ranks
 # and give each one a quarter of the tokens, in order. The picture shows the scores, with queries down and keys across. The
 # color says which rank computes a score. The slider selects the round: in round t, rank r has the keys of rank r − t.
 #
@@ -548,7 +548,7 @@ for label, mine in ways.items():
 #
 # Above, the library decided which half to compute in each round. Now write that function. Return two slices: which rows (of this
 # rank's queries) and which columns (of the keys from `source`) see each other. If attention is not causal, everything sees
-# everything. If it is causal, each rank has a zigzag. `queries` and `keys` count both pieces together. The rank has
+# everything. If it is causal, the tokens are split in a zigzag. `queries` and `keys` count both pieces together. The rank has
 # already handled its own keys, so `source` differs from `rank`.
 
 # %% exercise="visible"
@@ -583,7 +583,7 @@ for source in (0, 2):
 # - `lengths` holds each rank's number of tokens, which may be unequal. `axis.ranks[i]` is the global rank at position i, and
 #   messages travel in `axis.group`. The axis need not have all ranks of the world.
 # - After the backward pass, each rank has the gradients of its own q, k and v from the queries of *all* ranks.
-# - When `forward` or `backward` returns, every message has left.
+# - When `forward` or `backward` returns, every send has completed.
 #
 # **Levels.** Each one counts by itself, once the first is reached:
 #
@@ -617,7 +617,7 @@ check("causal-attention")
 # 2. You double both the sample length and cp. What happens to each rank's memory and attention time?
 # 3. Each token sees only the 4096 tokens before it. Which rounds of a ring could you skip?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check
+# **Check your work from a terminal.** Save the notebook, then run `course check
 # notebooks/11_context_parallel_mine.ipynb`. Next: [lesson 12](12_pipeline_parallel.ipynb), which spreads the layers over
 # GPUs.
 #

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 12 · Pipeline parallel
 #
-# Lesson 10 cut every layer over several GPUs, which needs fast links: four all-reduces in every block. You can also cut a
+# Lesson 10 split every layer across several GPUs, which needs fast links: four all-reduces in every block. You can also cut a
 # model **by depth**. The first GPU has the first blocks, the second GPU the next ones, and activations travel along like
 # workpieces on an assembly line. Little is sent, but GPUs wait: this idle time is the **bubble**.
 #
@@ -82,7 +82,7 @@ lab.begin("12")
 #
 # A **stage** is a group of consecutive blocks. The first stage also has the embedding; the last has the head and the loss.
 # The next cell puts the 5 blocks of a small model on 4 ranks. The number of blocks need not be a multiple of the ranks:
-# the library splits like `tensor_split`, so the first ranks get one block more.
+# the library splits like `tensor_split`, so the first ranks get one more block.
 #
 # > **Predict.** Which ranks get what?
 
@@ -345,7 +345,7 @@ lab.picture(pipeline.timelines({"measured": twice}, 4, "seconds"),
 # %% [markdown]
 # **What you should see:** theory says 3 / 19 = 16%, and the measurement is farther above it than GPipe's was. There are
 # twice as many messages, and each costs as much as before. Interleaving also keeps activations of a few more micro-batches.
-# It pays where $m$ is small compared with $p$.
+# It pays off where $m$ is small compared with $p$.
 #
 # ## Weights at both ends
 #
@@ -569,7 +569,7 @@ slider = widgets.explore(pipeline.simulated, schedule=["gpipe", "1f1b", "interle
 # - `alternate(forward, backward, ahead)` combines two lists of passes of the same length in this way, and does not change
 #   them. The interleaved schedule calls it too, so keep it general;
 # - `one_forward_one_backward(p, rank, m)` calls it. How many passes does a rank run ahead? The last rank runs none, because
-#   its gradient is there at once. And the rank before it? The first one? Remember that there may be few micro-batches.
+#   its gradient is available immediately. And the rank before it? The first one? Remember that there may be few micro-batches.
 
 # %% exercise="1f1b"
 from course.parallel.pipeline_parallel.schedules import alternate, one_forward_one_backward
@@ -614,8 +614,8 @@ assert equal
 #   seen.
 # - Rank and neighbors come from `axis`. `axis.ranks[i]` is the global rank at position i of the pipeline, and messages travel in
 #   `axis.group`. `schedules.before` and `schedules.after` name the pass and the rank that a pass depends on.
-# - All arithmetic is `forward` and autograd. Each stage's parameters get their gradients from your backward passes.
-# - When the function returns, every message has left.
+# - All computation is done by `forward` and autograd. Each stage's parameters get their gradients from your backward passes.
+# - When the function returns, every send has completed.
 #
 # **Levels.** Each one counts by itself, once the first is reached:
 #
@@ -674,7 +674,7 @@ print(getsource(Pipeline.train))
 # 2. The last stage computes large logits and takes 30% longer. How much longer is a step?
 # 3. When would you choose GPipe?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check
+# **Check your work from a terminal.** Save the notebook, then run `course check
 # notebooks/12_pipeline_parallel_mine.ipynb`. Next: [lesson 13](13_memory.ipynb) counts the bytes.
 #
 # ## Appendix (optional): on GPUs

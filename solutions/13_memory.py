@@ -661,7 +661,7 @@ check("sharded-adam")
 # 2. You double the context and halve the batch. Which of the four kinds of memory change?
 # 3. You train with plain gradient descent instead of Adam. What does ZeRO-1 save then?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/13_memory_mine.ipynb`.
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/13_memory_mine.ipynb`.
 # Next: [lesson 14](14_gpt.ipynb) trains the models that all of this was made for.
 #
 # ## Appendix (optional): on GPUs

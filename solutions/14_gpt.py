@@ -1071,7 +1071,7 @@ check("write-text")
 # 2. You have 64 GPUs in 8 nodes and a model that fits into one node. Which dp, tp and pp do you try first?
 # 3. A colleague reports a loss of 2.1 and you have 2.4. What do you ask first?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/14_gpt_mine.ipynb`. Next:
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/14_gpt_mine.ipynb`. Next:
 # [lesson 15](15_dit_fp8.ipynb) draws images from noise, in eight bits.
 #
 # ## Appendix (optional): on GPUs

@@ -926,7 +926,7 @@ check("diagnose")
 # 2. Your FP8 run agrees over 500 steps. What do you watch over the next 100,000?
 # 3. Which of the seven bugs does a test of *gradients* catch that the first loss misses?
 #
-# **Check your work from outside.** Save the notebook; then run in a terminal: `course check
+# **Check your work from a terminal.** Save the notebook, then run `course check
 # notebooks/15_dit_fp8_mine.ipynb`.
 #
 # Next: [lesson 16](16_checkpoints.ipynb) saves what you have trained, converts it, and reshards it for another layout.

@@ -921,7 +921,7 @@ check("convert-foreign")
 # 2. How would you test that a restart is exact, in a run that cannot be repeated bit for bit?
 # 3. Why can no checksum show that a *converter* is wrong? What can?
 #
-# **Check your work from outside.** Save the notebook; then run in a terminal: `course check
+# **Check your work from a terminal.** Save the notebook, then run `course check
 # notebooks/16_checkpoints_mine.ipynb`.
 #
 # Next: [lesson 17](17_performance_model.ipynb) computes how long a run takes before you launch it.

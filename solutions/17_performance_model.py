@@ -1077,5 +1077,5 @@ check("plan-layout")
 # rests. Watch the clock to find out: <code>nvidia-smi --query-gpu=clocks.sm --format=csv -l 1</code>.
 # </details>
 #
-# **Check your work from outside.** Save the notebook, then run `course check notebooks/17_performance_model_mine.ipynb` in a
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/17_performance_model_mine.ipynb` in a
 # terminal. Next: [lesson 18](18_cluster.ipynb), in which all of this runs on a cluster while nobody watches.

@@ -620,7 +620,7 @@ check("order-step")
 #    change?
 # 3. You double the GPUs and keep the global batch. Does stage 3 hide its gathers more easily, or less?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/20_fully_sharded_mine.ipynb`.
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/20_fully_sharded_mine.ipynb`.
 #
 # ## Appendix (optional): on GPUs
 #

@@ -552,4 +552,4 @@ check("place-experts")
 # 3. Where would you put the ranks of expert parallelism, within a node or across nodes? How does tensor parallelism affect
 #    the choice?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/21_experts_mine.ipynb`.
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/21_experts_mine.ipynb`.

@@ -354,6 +354,6 @@ check("train-it")
 # 2. The norm is right with tp=2 and wrong with tp=2, pp=2. Which mistake do you look for first?
 # 3. Why does the check compare the steps that run twice, and not the final loss with that of an undisturbed run?
 #
-# **Check your work from outside.** Save the notebook; then, in a terminal:
+# **Check your work from a terminal.** Save the notebook, then run
 # `course check notebooks/22_train_it_mine.ipynb`. This was the last lesson. `docs/using.md` says how to train your own model with
 # the library.

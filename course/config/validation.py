@@ -76,8 +76,8 @@ def check(config: "Config") -> "Config":
                           "place, which have kernels of their own: use kernels=pytorch or fp8.by=native")
     if config.graphs:
         if p.pp > 1:
-            raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "
-                              "parallel.pp=1")
+            raise CourseError("graphs=true cannot capture a pipeline, whose stages synchronize through the host: set "
+                              "graphs=false or parallel.pp=1")
         if p.data == "ddp":
             raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
     return config

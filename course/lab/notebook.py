@@ -221,9 +221,9 @@ def compare_in_words(predicted: float, measured: float) -> str:
         return "more than that" if measured > predicted else "less than that"
     ratio = measured / predicted
     if 0.9 <= ratio <= 1.1:
-        return "within 10% of it"
+        return "within 10% of your prediction"
     rounded = float(f"{ratio if ratio > 1 else 100 * ratio:.2g}")
-    return f"{rounded:,.15g} times as much" if ratio > 1 else f"{rounded:.15g}% of it"
+    return f"{rounded:,.15g} times as much" if ratio > 1 else f"{rounded:.15g}% of your prediction"
 
 
 def number(value: float) -> str:

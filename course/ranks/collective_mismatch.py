@@ -59,7 +59,7 @@ def explain(folder: Path | str, states: Sequence[str]) -> tuple[str, bool]:
     while free := [rank for rank, others in waits.items() if not others & waits.keys()]:
         waits = {rank: others for rank, others in waits.items() if rank not in free}
     if waits:                                        # each remaining rank waits for another one
-        sentences.append(f"{rank_names(sorted(waits)).capitalize()} wait in a circle.")
+        sentences.append(f"{rank_names(sorted(waits)).capitalize()} wait for each other: a deadlock.")
     return "\n".join(sentences), certain or bool(waits)
 
 

@@ -497,14 +497,16 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
     p, steps = config.parallel, max(entry.step for entry in gaps)
     layout = " ".join(f"{name}={getattr(p, name)}" for name in AXES) + (f" ep={p.ep}" if p.ep > 1 else "") + (
         " sp" if p.sp else "") + (f" zero={p.zero}" if p.zero else "")
-    print(f"{config.preset} in {config.precision}, {config.train.steps} steps of {config.optim.name}: {layout} against one "
-          "process")
+    plural = "s" * (config.train.steps != 1)
+    print(f"{config.preset} in {config.precision}, {config.train.steps} step{plural} of {config.optim.name}: {layout} against "
+          "one process")
     for number in range(1, steps + 1):
         at = [entry for entry in gaps if entry.step == number]
         loss = next((f"the loss differs by {entry.size:.1e}; " for entry in at if entry.name == LOSS), "after an overflow: ")
         worst = max([entry for entry in at if entry.judged and entry.name != LOSS] or at, key=by_size)
-        print(f"  step {number}: {loss}of {len(at)} values {worst.name} differs most, by {worst.size:.1e} of what training "
-              f"changed it by (rounding may leave {worst.bound:.1e})")
+        most = (f"of {len(at)} values {worst.name} differs most, by {worst.size:.1e} relative to its update (rounding may leave "
+                f"{worst.bound:.1e})" if any(entry.size or entry.note for entry in at) else f"all {len(at)} values are the same")
+        print(f"  step {number}: {loss}{most}")
     wrong, vague = [entry for entry in gaps if entry.wrong], [entry for entry in gaps if not entry.judged]
     too_few = 2 * len(vague) > len(gaps)             # can be judged
     if vague:
@@ -555,7 +557,7 @@ def not_tried(trial: Trial, comparison: Comparison) -> dict[str, str]:
         "micro": num_microbatches(samples, c.train.micro_batch) == 1 and "several micro-batches (train.micro_batch)",
         "remainder": samples % (c.train.micro_batch or samples) == 0 and "a last micro-batch that is smaller",
         "both": bool(both) and not trial.thorough and " and ".join(both) + ", which both runs have",
-        "zeros": not trial.noise and "what weights that start at zero hide",
+        "zeros": not trial.noise and "bugs that weights which start at zero hide",
         "uneven": not trial.thorough and "padding and ignored targets",
         "overflow": not trial.thorough and "a step that overflows",
         "evaluation": not trial.thorough and "evaluation",

@@ -18,7 +18,7 @@ from course.utils.errors import CourseError
 def test_beside_says_by_how_much(capsys):
     notebook.beside("speed", 100, 25, "samples/s")
     text = capsys.readouterr().out
-    assert "25% of it" in text and "25.0 samples/s" in text and text.count("▒") == 40 and text.count("█") == 10
+    assert "25% of your prediction" in text and "25.0 samples/s" in text and text.count("▒") == 40 and text.count("█") == 10
     notebook.beside("tokens", 128, 128, how="counted")
     assert "counted        128" in (text := capsys.readouterr().out) and "just as predicted" in text and "measured" not in text
     notebook.beside("speed", 100, 104)
@@ -39,9 +39,11 @@ def test_zero_and_less_is_a_prediction_too(capsys, predicted, measured, words, b
     assert words in text and (text.count("▒"), text.count("█")) == bars and text.startswith("of ten\n  predicted ")
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(1, "just as predicted"), (1.04, "within 10% of it"), (4, "4 times as much"),
+@pytest.mark.parametrize(("ratio", "text"), [(1, "just as predicted"), (4, "4 times as much"),
+                                             (1.04, "within 10% of your prediction"),
                                              (151, "150 times as much"), (2345678, "2,300,000 times as much"),
-                                             (0.5, "50% of it"), (0.0123, "1.2% of it"), (1e-6, "0.0001% of it")])
+                                             (0.5, "50% of your prediction"), (0.0123, "1.2% of your prediction"),
+                                             (1e-6, "0.0001% of your prediction")])
 def test_how_a_number_compares_with_its_prediction(ratio, text):
     assert notebook.compare_in_words(2, 2 * ratio) == text
 

@@ -286,9 +286,9 @@ def test_who_receives_from_anyone_is_not_judged(told):
 
 def test_waiting_in_a_circle(told):
     text, certain = told("rr", [call("recv from 1")], [call("recv from 0")])
-    assert certain and text.endswith("\nRanks 0 and 1 wait in a circle.")
+    assert certain and text.endswith("\nRanks 0 and 1 wait for each other: a deadlock.")
     mixed = told("rrr", [call("recv from 1")], [call("barrier", None, group=(1, 2), name="1")], [call("send to 0")])
-    assert mixed[1] and mixed[0].endswith("Ranks 0-2 wait in a circle.")
+    assert mixed[1] and mixed[0].endswith("Ranks 0-2 wait for each other: a deadlock.")
     chain = told("rrr", [call("recv from 1")], [call("barrier", None, group=(1, 2), name="1")], [])
     assert not chain[1] and "circle" not in chain[0]                 # rank 2 is busy and may come
 

@@ -408,7 +408,7 @@ def test_ranks_that_wait_for_each_other():
 
     text = failure(polite).text
     assert "Rank 1 waits at message 1 from rank 0 to rank 1, recv from 0 of (2,) float32" in text
-    assert text.endswith("Ranks 0 and 1 wait in a circle.")
+    assert text.endswith("Ranks 0 and 1 wait for each other: a deadlock.")
 
 
 def test_an_endless_loop_ends_at_the_timeout():

@@ -4,7 +4,7 @@ A table is data: columns with a header, a format and a function, and rows with t
 is page.md, beside this file, with tables and numbers filled in. Expressions may use, for example,
 
     value("gpt_h200", "124M: bf16", "mfu")          a number in a file
-    column("fp8", "beside bf16")                    a column of a table
+    column("fp8", "over bf16")                    a column of a table
     cell("vit", "bf16", "samples/s")                a cell of a table
 """
 
@@ -313,11 +313,11 @@ TABLES = {
                                               "tokens_per_s", ".0f", {}, "Hugging Face's GPT-2, compiled"),
         "GPT 1.3B, FP8, thousand tokens/s": ("gpt_h200", f"1.3B: fp8, {TRITON}", "1.3B: fp8 by Transformer Engine",
                                              "tokens_per_s", ".1f", {}, "Transformer Engine"),
-        "DiT-XL/2, bf16, images/s": ("dit_h200", f"256 px: bf16, {TRITON}", f"256 px: bf16, {NARROW}",
+        "DiT-XL/2, 256 px, bf16, images/s": ("dit_h200", f"256 px: bf16, {TRITON}", f"256 px: bf16, {NARROW}",
                                      "samples_per_s", ".0f", {}, "PyTorch's compiler"),
-        "DiT-XL/2, FP8, images/s": ("dit_h200", f"256 px: fp8, {TRITON}", "256 px: fp8 by Transformer Engine",
+        "DiT-XL/2, 256 px, FP8, images/s": ("dit_h200", f"256 px: fp8, {TRITON}", "256 px: fp8 by Transformer Engine",
                                     "samples_per_s", ".0f", {}, "Transformer Engine"),
-        "tensor parallel through symmetric memory, 4 GPUs, ms": (
+        "8 tensor-parallel layers, symmetric memory, 4 GPUs, ms": (
             "tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled", "ms", ".1f", FOUR, "DTensor"),
         "attention over 64k tokens by all-to-all, 4 GPUs, ms": (
             "cp_h200", "64k causal all_to_all", "64k causal PyTorch context_parallel", "ms", ".1f", FOUR,
@@ -356,9 +356,9 @@ TABLES = {
     "fp8": Table([Column("compiler's kernels", ".0f", lambda file, model: speed(file, f"{model}: fp8, {NARROW}")),
                   Column("Triton kernels, CUDA graph", ".0f", lambda file, model: speed(file, f"{model}: fp8, {TRITON}")),
                   Column("Transformer Engine", ".0f", lambda file, model: speed(file, f"{model}: fp8 by Transformer Engine")),
-                  Column("beside bf16", ".2f", lambda file, model: value(file, f"{model}: bf16, {TRITON}")
+                  Column("over bf16", ".2f", lambda file, model: value(file, f"{model}: bf16, {TRITON}")
                          / value(file, f"{model}: fp8, {TRITON}")),
-                  Column("beside Transformer Engine", ".2f", lambda file, model: value(
+                  Column("over Transformer Engine", ".2f", lambda file, model: value(
                       file, f"{model}: fp8 by Transformer Engine") / value(file, f"{model}: fp8, {TRITON}")),
                   at("GB", ".1f", "{0}", f"{{1}}: fp8, {TRITON}", "memory_gb"),
                   at("Transformer Engine's GB", ".1f", "{0}", "{1}: fp8 by Transformer Engine", "memory_gb")],
@@ -420,7 +420,7 @@ TABLES = {
         "Transformer Engine, delayed": ("fp8 Transformer Engine",), "scales of the first step": ("fp8 frozen scales",)}),
     "loaders": Table([fed(f"{count} worker{'s' * (count != '1')}", ".0f", loader, count) for count in ("1", "8", "12", "16")], {
         "`native` (PyTorch's DataLoader)": ("native",), "`threads`": ("threads",), "`dali`": ("dali",),
-        "`dali_numpy`": ("dali_numpy",), "the limit: page cache to memory": ("",)}),
+        "`dali_numpy`": ("dali_numpy",), "plain copy from the page cache": ("",)}),
     "layouts": Table([*beside(4, "ms", ".1f"), share(4), *beside(2, "ms", ".1f"), share(2)], {
         "tensor and sequence parallel; DTensor": ("tp_h200", "symmetric", "DTensor sequence parallel", {}),
         "the same, both compiled": ("tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled", {}),
@@ -436,7 +436,7 @@ TABLES = {
                    Column("ms, predicted", ".1f", partial(fsdp_prediction, "predicted_ms")),
                    at("GB", ".1f", FSDP, "{0}", "memory_gb"),
                    Column("GB, predicted", ".1f", partial(fsdp_prediction, "predicted_gb")),
-                   Column("communication without computation, ms", ".1f", partial(if_recorded, FSDP, field="exposed_ms"))], {
+                   Column("exposed communication, ms", ".1f", partial(if_recorded, FSDP, field="exposed_ms"))], {
         "ZeRO-1": ("ZeRO-1",), "ZeRO-2": ("ZeRO-2",), "ZeRO-3": ("ZeRO-3",),
         "ZeRO-3, `reduce_in=matmul`": ("ZeRO-3, gradients in bf16",),
         "ZeRO-3, `reshard_after=step`": ("ZeRO-3, weights kept for the step",),
@@ -447,7 +447,7 @@ TABLES = {
         "`fully_shard`, bf16 gradients": ("fully_shard, gradients in bfloat16",)}),
     "experts": Table([Column(f"{gpus} GPU{'s' * (gpus > 1)}: {header}", ".1f", partial(of_experts, gpus, field))
                       for gpus, (header, field) in product((1, 2), (("ms", "ms"), ("GB", "memory_gb")))], {
-        "dense, as many active parameters": ("dense, as many active parameters",),
+        "dense, same number of active parameters": ("dense, as many active parameters",),
         "dense, in a graph": ("dense, in a graph",), "experts": ("experts",),
         "experts in plain PyTorch": ("experts in plain PyTorch",), "experts, `dispatch=gather`": ("experts, gathered",),
         "experts, in a graph (`gather`)": ("experts, in a graph",)}),

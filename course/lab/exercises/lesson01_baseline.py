@@ -144,7 +144,7 @@ EXERCISES = [
     Exercise("training-step", "01", (f"{__name__}.training_step",), draw_fields, run_training_step, {
         "losses": "the mean loss of each of four steps is right",
         "weights": "the weights of the model after four steps are right",
-        "free": "the returned loss does not hold on to the graph",
+        "free": "the returned loss is detached from the autograd graph",
         "kept": "it does not change the batch"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
     Exercise("accumulate", "01", ("course.training.step.eager",), draw_fields, run_accumulate, {
         "format": "the returned loss has the dtype of your inputs, here float64",
@@ -155,7 +155,7 @@ EXERCISES = [
         "micro_weights": "in micro-batches of 4 samples the weights of the model are the same",
         "micro_seen": "the model sees one micro-batch after another: the samples of each forward pass are right",
         "micro_turns": "each micro-batch's backward pass comes before the next one's forward pass",
-        "micro_free": "the returned loss does not hold on to the graph",
+        "micro_free": "the returned loss is detached from the autograd graph",
         "scaled_seen": "in micro-batches of 2 samples too, the samples of each forward pass are right",
         "scaled_losses": "a loss scale does not change the returned loss",
         "scaled_weights": "a loss scale that changes between steps reaches the gradients, which the step divides by it",

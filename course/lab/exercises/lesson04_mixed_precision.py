@@ -205,7 +205,7 @@ EXERCISES = [
     Exercise("loss-scaler", "04", ("course.ops.number_formats.next_scale",), draw_steps, run_loss_scaler, {
         "scale": "the scale halves after a bad step, doubles after enough good ones, and stays otherwise",
         "good": "good steps are counted, from 0 again after a bad one and after a doubling",
-        "run": "over thousands of steps, the scale takes the right course",
+        "run": "over thousands of steps, the scale evolves correctly",
         "none": "formats that need no scaling keep scale and count"}, cases=steps_asked, points=2),
     Exercise("fp8-cast", "04", (f"{__name__}.to_fp8",), draw_tensors, run_fp8_cast, {
         "e4m3": "the numbers are those of E4M3, clipped at 448",

@@ -296,7 +296,7 @@ EXERCISES = [
         "means": "each step returns its mean loss, without the scale",
         "scales": "`scale` is halved after an overflow, and doubled after `grow_after` good steps in a row",
         "kept": "it writes nothing into a micro-batch",
-        "stall": "a step waits for no value",
+        "stall": "no step waits for a value from the GPU",
         "once": "a step casts each weight to float16 once, whatever the number of micro-batches",
         "small": f"at most {BYTES} bytes per parameter are in use at any time: {{:.1f}}"},
         flags={"kept": "it does", "stall": "the host reads one, or tests one", "once": "it casts more",

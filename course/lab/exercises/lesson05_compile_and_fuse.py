@@ -272,7 +272,7 @@ EXERCISES = [
         "zeros": "an x of zeros does not change",
         "largest": "it returns the largest number of the real samples as a tensor",
         "dx": "the gradient matches that of the code with breaks",
-        "values": "it asks no tensor for its value",
+        "values": "it never reads a tensor's value",
         "shapes": "no shape depends on the data",
         "quiet": "it prints nothing",
         "graphs": "Dynamo records it whole: one graph for all of these inputs"}, flags={

@@ -216,11 +216,11 @@ EXERCISES = [
         "free": "the largest value has no gradient",
         "quiet": "it prints nothing",
         "kept": "it does not change x and lengths",
-        "values": "it asks no tensor for its value",
+        "values": "it never reads a tensor's value",
         "shapes": "no shape depends on values",
         "graph": "Dynamo records it whole: one graph, without a break",
-        "again": "for calls with other numbers of samples and tokens, and other steps, it records a second one, and no third: "
-                 "{:.0f} in all",
+        "again": "calls with other numbers of samples and tokens, and other steps, cause one recompilation and no more: "
+                 "{:.0f} graphs in all",
         "kernels": f"at most {KERNELS} matrix products and attentions are computed: {{:.0f}}",
         "largest_tensor": "no tensor holds all scores: the largest has as many numbers as q, k and v"},
         flags={"free": "its requires_grad is True", "quiet": "it prints", "kept": "it changes some numbers",

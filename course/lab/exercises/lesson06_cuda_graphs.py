@@ -344,7 +344,7 @@ EXERCISES = [
     Exercise("decided-on-device", "06", (f"{__name__}.on_device",), draw_decisions, run_decided_on_device, {
         "plain": "called without a graph, it has the losses of `on_host`",
         "plain_weight": "and the same weights after all steps",
-        "free": "the returned loss does not hold on to the graph",
+        "free": "the returned loss is detached from the autograd graph",
         "losses": "replayed, it has the same losses",
         "weights": "and the same weights after every step",
         "count": "replays count the steps",

@@ -245,7 +245,7 @@ EXERCISES = [
         "captured": f"from step {WARM + 2} on Python never runs the loss, whatever the number of micro-batches",
         "launches": f"from step {WARM + 2} on a step is a copy of each tensor, a replay for each micro-batch and one more, and "
                     f"at most {SPARE} operations",
-        "stall": "a step waits for no value",
+        "stall": "no step waits for a value from the GPU",
         "reads": "`read_losses` waits once"},
         flags={"kept": "it does", "captured": "it does, or nothing is replayed", "launches": "there are more",
                "stall": "the host reads one, or tests one", "reads": "it reads one loss after the other"},

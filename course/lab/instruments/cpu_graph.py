@@ -183,8 +183,8 @@ def check_capturable(operation: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name = operation.overloadpacket.__name__
     if reads_value(operation):
         what = "an `if`, a float(), an index or .item()" if name == "_local_scalar_dense" else f"torch.{name}"
-        raise CourseError(f"Python looked at the value of a tensor ({what}) in a capture, where it is not there yet: compute "
-                          "both outcomes and choose with torch.where, or read after a replay")
+        raise CourseError(f"Python looked at the value of a tensor ({what}) during a capture, before it has been computed: "
+                          "compute both outcomes and choose with torch.where, or read after a replay")
     if has_dynamic_shape(operation, args):
         raise CourseError(f"the shape of the result of {name} depends on values, and in a graph every shape is fixed: keep all "
                           "elements, and give weight 0 to those that do not count")
