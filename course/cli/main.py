@@ -362,7 +362,7 @@ def slides(names: Annotated[list[str] | None, typer.Argument(help="lessons, such
 
 
 @app.command()
-def grade(folder: Annotated[Path, typer.Argument(help="submissions, in the layout of nbgrader, Canvas or Moodle")],
+def grade(folder: Annotated[Path, typer.Argument(help="submissions, as a learning platform gives them")],
           out: Annotated[Path, typer.Option(help="folder for gradebook.csv, junit.xml and feedback/")] = Path("grades"),
           lesson: Annotated[list[str] | None, typer.Option(help="grade only this lesson, such as 01; can be repeated")] = None,
           jobs: Annotated[int, typer.Option(min=0, help="learners graded at once; 0: one per two cores")] = 0,

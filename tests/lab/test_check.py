@@ -303,6 +303,7 @@ def test_an_answer_that_stops_cannot_say_what_it_was_given_where_that_is_hidden(
     assert words in text and not any(f"{row[0]:.4g}"[:5] in text or f"{row[0]:.0f}" in text for row in hidden)
     assert "line 2" not in text and "exit status" not in text and "ValueError" not in text
     assert words not in verdict("roofline", source).facts[0].text
+    assert "read the error" not in found.hint                           # the page leaves it out
 
 
 @pytest.mark.parametrize("choice", [1, 2])

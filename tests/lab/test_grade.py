@@ -124,6 +124,17 @@ def test_an_interrupt_leaves_the_rest_for_later_and_says_so(tmp_path, monkeypatc
     assert len(begun) <= 4 and "the same command goes on" in capsys.readouterr().out
 
 
+def test_learners_graded_at_once_never_share_a_line(tmp_path, monkeypatch):
+    writes = []
+    submission = Submission("alice", "00", tmp_path / "a.ipynb")
+    monkeypatch.setattr(grade.sys, "stdout", mock.Mock(write=writes.append))
+    monkeypatch.setattr(grade, "ensure_reading", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        grade.grade(submission, tmp_path, 0)                            # it stops after its first line
+    grade.print_progress(grade.Graded(submission, ()), "1/2", {submission: None})
+    assert writes == ["grading alice, lesson 00\n", "1/2 alice, lesson 00: 0 of 2 points\n"]
+
+
 def test_the_end_of_a_jobs_time_is_an_interrupt(tmp_path, monkeypatch, interruptible):
     monkeypatch.setattr(grade, "main", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(9))
     before = signal.getsignal(signal.SIGTERM)

@@ -346,7 +346,9 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
         return hint
     if run.kind == "ranks":
         return diagnosis.diagnose_collectives(run.error)
-    return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
+    if hidden:
+        return f'run check("{exercise.name}") in your notebook: if your code stops there too, it shows the error and its line'
+    return run.cure or "read the error first; then the line of your code that it names"
 
 
 def hint_for_known_stop(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import secrets
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     """
     seed = choose_seed(out, seed)
     submissions, notes = collect_submissions(folder,
-                                             lambda learner: print(f"reading {render.printable_line(learner)}", flush=True),
+                                             lambda learner: print_line(f"reading {render.printable_line(learner)}"),
                                  graded_before(out, seed), jobs or max(1, cores() // 2))
     only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
@@ -164,9 +165,15 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
 def print_progress(graded: Graded, which: str, before: Mapping[Submission, KeptResult | None]) -> None:
     """Print the result of a submission."""
     who, lesson = render.printable_line(graded.submission.learner), graded.submission.lesson
-    print(f"{which} {who}, lesson {lesson}: {graded.points} of {points_of_lesson(lesson)} points"
-          f"{graded.open_words}{', some could not be checked' * graded.unchecked}"
-          f"{describe_replacement(graded, before[graded.submission])}", flush=True)
+    print_line(f"{which} {who}, lesson {lesson}: {graded.points} of {points_of_lesson(lesson)} points"
+               f"{graded.open_words}{', some could not be checked' * graded.unchecked}"
+               f"{describe_replacement(graded, before[graded.submission])}")
+
+
+def print_line(line: str) -> None:
+    """Print a line in one write. `print` writes the line and its end apart, and another thread's line may come between."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def points_of_lesson(lesson: str) -> int:
@@ -345,7 +352,7 @@ def grade(submission: Submission, out: Path, seed: int, before: Graded | None = 
     before: the result of an earlier attempt. It then retries only unchecked exercises, and starts none after `seconds`.
     """
     who = f"{submission.learner}, lesson {submission.lesson}"
-    print(render.printable_line(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
+    print_line(render.printable_line(f"grading {who}{' again, alone' * bool(before)}"))
     exercises, until = exercises_of_lesson(submission.lesson), time.monotonic() + seconds
     try:
         submission = ensure_reading(submission)
