@@ -430,6 +430,8 @@ def test_hint_only_for_just_that_mistake():
 @pytest.mark.parametrize(("error", "kind", "hint"), [
     ("Rank 0 died of SIGABRT.", "ranks", diagnosis.TOO_LONG_MESSAGE),
     ("Rank 0 died of SIGSEGV.", "ended", diagnosis.FREED_MEMORY),
+    ("it printed more than 20 MB and was stopped", "ended", "print less, and not inside a loop"),
+    ("it ran for more than 20 seconds and was stopped", "ended", check.ENDED_HINT),
     ("There was no rule registered for HigherOrderOperator cond", "NotImplementedError", check.HIGHER_ORDER)])
 def test_a_way_to_die_has_a_cause(error, kind, hint):
     exercise = find("ring-all-reduce")

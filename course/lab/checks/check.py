@@ -53,6 +53,9 @@ MAX_SHOWN = 8                                        # outputs of up to this man
 WRITES_INPUT = "do not write into {}: work on a copy"
 ENDED_HINT = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, "
               "os._exit) or makes it crash")
+LIMIT_HINTS = {                                      # by how the sentence on an exceeded limit begins
+    "it printed": "print less, and not inside a loop", "it wrote": "write fewer and smaller files",
+    "it opened": "close each file that you open, as `with open(...)` does"}
 HINT_SEPARATOR = "; or: "                            # between hints of mistakes that stop with equally similar errors
 UNKNOWN_ON_RANKS = f"{UNKNOWN}, printing what each rank has"
 NOT_AWAITED = "; is every call with async_op=True waited for?"           # for an answer that has such calls
@@ -339,6 +342,8 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
         return diagnosis.TOO_LONG_MESSAGE
     if "SIGSEGV" in run.error:
         return diagnosis.FREED_MEMORY
+    if exceeded := next((hint for begin, hint in LIMIT_HINTS.items() if run.kind == "ended" and run.error.startswith(begin)), ""):
+        return exceeded
     if run.kind in ("ended", "late"):
         seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
         return f"seen here before: {seen}. Else {ENDED_HINT}" if seen and run.kind == "late" else ENDED_HINT
