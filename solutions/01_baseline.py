@@ -563,7 +563,7 @@ address = lab.tensorboard(run)
 #
 # `evaluate` forecasts a year that the model has never seen. RMSE is the root mean squared error.
 #
-# > **Predict.** By how many percent will the error of `u10` be below that of persistence after six hours?
+# > **Predict.** By what percentage will the error of `u10` be below that of persistence after six hours?
 
 # %%
 my_percent = 10                  # your prediction

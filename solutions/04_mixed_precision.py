@@ -963,7 +963,7 @@ check("half-trainer")
 # - An update below half a step is lost, so master weights stay in float32.
 # - Gradients underflow in fp16. A dynamic loss scale lifts them and finds its own size.
 # - FP8 needs a scale per tensor: from the tensor itself (current) or from earlier amaxes (delayed).
-# - FP8 pays where products cost much more than casts: in wide layers.
+# - FP8 pays off where products cost much more than casts: in wide layers.
 #
 # ## Questions
 #

@@ -752,7 +752,7 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 #
 # <details><summary>Answer</summary>
 # A block ends with a residual sum, and the next begins with a norm: a chain. A compiler that sees both makes one kernel.
-# Across the border it makes two: one more launch and one more read of x per block, on top of the 11 kernels that you counted.
+# Across the boundary it makes two: one more launch and one more read of x per block, on top of the 11 kernels that you counted.
 # The loss is <i>only</i> a chain: subtract, square, add up. For 16 samples of the reference model it covers 83 million
 # numbers, and uncompiled it makes a handful of trips with them.
 # </details>
@@ -996,7 +996,8 @@ lab.beside("a step, compiled, attention=flash", my_flash_ms,
 extra = rows["bf16, compiled"]["first_s"] - rows["bf16, on the device"]["first_s"]
 print(f"The first step comes {extra:.1f} s later, and each step saves "
       f"{eager_ms - fast_ms:.1f} ms: "
-      f"compiling pays off after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
+      f"compiling pays off after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} "
+      "steps")
 
 # %% [markdown]
 # Small models on small batches are different. One sample of a small model (12 layers of width 768, 256 tokens) starts

@@ -101,7 +101,7 @@ simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"},
 # Start with an experiment that fits on your machine: 640 samples, in 160 steps of 4 or in 40 steps of 16. Everything else is
 # the same, including the learning rate of 0.002.
 #
-# > **Predict.** Which of the two ends at the lower validation loss? By how many percent?
+# > **Predict.** Which of the two ends at the lower validation loss? By what percentage?
 
 # %%
 my_percent = 0                   # your prediction: batch 16 over batch 4, in percent
@@ -460,7 +460,7 @@ slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches
 # **Warm-up.** You compared five steps of warm-up with twenty in a run of 40 steps. Perhaps a long run forgets its beginning?
 # Take batch 64 at its three highest rates, 688 steps, with 20 steps of warm-up and with none.
 #
-# > **Predict.** At the best rate, 0.008, by how many percent is the final loss higher without warm-up?
+# > **Predict.** At the best rate, 0.008, by what percentage is the final loss higher without warm-up?
 
 # %%
 my_cold_start = 3                # your prediction
@@ -491,7 +491,7 @@ lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / war
 #
 # **The cosine.** Take the same number of steps, with a constant rate and with one that falls, at batches 16 and 64.
 #
-# > **Predict.** At batch 16, with the best rate for each schedule, by how many percent does the cosine lower the final loss?
+# > **Predict.** At batch 16, with the best rate for each schedule, by what percentage does the cosine lower the final loss?
 # > And at 64?
 
 # %%

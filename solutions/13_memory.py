@@ -376,7 +376,7 @@ check("zero-optimizer")
 # end in **buckets** (lesson 07). Here are four ranks that train one block of the weather model. Boxes are weights. A rank has
 # Adam's states for the colored part.
 #
-# > **Question.** In which order do the weights lie in the bucket?
+# > **Question.** In which order are the weights in the bucket?
 
 # %%
 FOUR = ("vit-demo", "model.depth=1", "train.global_batch=4", "parallel.dp=4",

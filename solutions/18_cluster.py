@@ -322,7 +322,7 @@ check("batch-script")
 # ## Two nodes
 #
 # A small GPT learns the small language of lesson 16, with numbers from 0 to 11. Each is seven times the number two
-# places before it, plus 1 or 2, modulo 12. This time the language lies in a token file, because the run must not lose
+# places before it, plus 1 or 2, modulo 12. This time the language is in a token file, because the run must not lose
 # its position in the data either. Four data-parallel ranks train for 240 steps and save every 50.
 
 # %%

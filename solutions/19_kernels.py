@@ -127,7 +127,7 @@ my_full_tiles = 6
 # holds other data. A **mask** says which elements of a tile exist: `tl.load` and `tl.store` leave the others out.
 #
 # A kernel gets no tensor. It gets a **pointer** to the first element, and the strides. `x.stride(0)` is the number of
-# elements between two rows in memory, and `x.stride(1)` that between two columns. So element (row, column) lies at
+# elements between two rows in memory, and `x.stride(1)` that between two columns. So element (row, column) is at
 # `x + row * x.stride(0) + column * x.stride(1)`.
 #
 # > **Question.** What are the strides of a 2 × 3 matrix, and what are those of its transpose?

@@ -24,7 +24,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 120 minutes |
 # | computing | 3 minutes on two cores |
-# | you write | the norm of a gradient that lies on many ranks (7 lines), the settings of a run |
+# | you write | the norm of a gradient that is spread over many ranks (7 lines), the settings of a run |
 # | you predict | memory and step time of your layout, what a kill costs, how much the model learns |
 #
 # You should have done [lesson 13](13_memory.ipynb) (where the bytes go), [lesson 16](16_checkpoints.ipynb) (checkpoints),
