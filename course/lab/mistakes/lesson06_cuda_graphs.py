@@ -21,8 +21,6 @@ MISTAKES = {
         Mistake("only the loss copied", "tuple(result.clone() for result in self.results)",
                 "(self.results[0].clone(), *self.results[1:])",
                 "the next replay overwrites every result, not only the first: return copies of all of them"),
-        Mistake("captured again for another size", "if self.calls == self.warm + 1:", "if kinds(batch) != kinds(self.batch):",
-                "a batch of another kind is captured anew here: refuse it with a CourseError"),
         Mistake("compared one by one", f"{REFUSAL}        for name, tensor in self.batch.items():\n",
                 "        if batch.keys() != self.batch.keys():\n            raise CourseError('other names')\n"
                 "        for name, tensor in self.batch.items():\n"
