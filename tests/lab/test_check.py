@@ -54,6 +54,25 @@ def test_who_writes_into_the_batch_in_a_way_of_their_own_is_told_of_it():
     assert found == "do not write into `batch`: work on a copy"
 
 
+@pytest.mark.parametrize("exercise", [e for e in EXERCISES.values() if not e.explain], ids=lambda e: e.name)
+def test_numbers_that_no_mistake_gives_get_a_hint(exercise):
+    import torch
+
+    right_one, other = ({key: torch.tensor([x], dtype=torch.float64) for key in exercise.claims} for x in (1.0, 0.7))
+    nothing = [check.Run()] * len(check.comparable_mistakes(exercise))
+    assert check.hint_for_numbers(exercise, check.Run((other,)), check.Run((right_one,)), nothing)
+
+
+def test_who_keeps_too_much_is_not_told_to_copy_the_arguments():
+    import torch
+
+    exercise = find("sharded-adam")                  # its "kept" is a budget
+    right_one = {key: torch.ones(()) for key in exercise.claims}
+    found = check.hint_for_numbers(exercise, check.Run((right_one | {"kept": torch.zeros(())},)), check.Run((right_one,)),
+                                   [check.Run()] * len(check.comparable_mistakes(exercise)))
+    assert found and "arguments" not in found
+
+
 def test_mistakes_have_names_of_their_own_and_a_hint():
     """Variants of one mistake, such as several thresholds, have one hint."""
     for exercise in EXERCISES.values():

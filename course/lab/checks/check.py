@@ -267,7 +267,7 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
         changed = [key for key in exercise.claims if not same(expected, slip, [key])]
         if changed and same(slip, run, changed):
             return mistake.hint
-    if "kept" in exercise.flags and not same(expected, run, ["kept"]):
+    if "kept" in first and "kept" in exercise.flags and not same(expected, run, ["kept"]):
         return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "the arguments")
     return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected, inputs)
 
