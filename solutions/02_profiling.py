@@ -201,7 +201,7 @@ lab.beside("all operators over the step", my_percent,
 
 # %% exercise="busy-time"
 def busy(intervals: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the intervals is under way. They come in any order, and may overlap or lie before 0."""
+    """Seconds in which at least one of the intervals is under way. They come in any order and may overlap."""
     ### BEGIN SOLUTION
     total, reached = 0.0, -math.inf
     for begin, end in sorted(intervals):

@@ -20,7 +20,7 @@ WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed
 
 
 def busy(intervals: Sequence[Interval]) -> float:
-    """Seconds in which at least one of the intervals is under way. They come in any order, and may overlap or lie before 0."""
+    """Seconds in which at least one of the intervals is under way. They come in any order and may overlap."""
     total, reached = 0.0, -math.inf
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -119,12 +119,12 @@ def entered(name: str) -> Any:
 
 
 def draw_intervals(seed: int, hidden: bool) -> Tensors:
-    """Intervals in no order, some within others, some apart, some before 0: (cases, intervals, 2), of two kinds."""
+    """Intervals in no order, some within others, some apart: (cases, intervals, 2), of two kinds."""
     generator = random_inputs.generator(seed)
     cases, count = (6, 12) if hidden else (4, 6)
 
     def some() -> torch.Tensor:
-        begin = -3.0 + 10 * torch.rand(cases, count, generator=generator, dtype=torch.float64)
+        begin = 10 * torch.rand(cases, count, generator=generator, dtype=torch.float64)
         length = 0.1 + 2.0 * torch.rand(cases, count, generator=generator, dtype=torch.float64) ** 3
         length[:, 0] = 4.0                           # long enough that others lie within it
         begin[:, 1] = begin[:, 0] + 1.0
@@ -157,7 +157,7 @@ def run_exposed_time(inputs: Tensors) -> Tensors:
                     for _ in range(2))
     found = numbers([exposed(a, b) for a, b in given], "exposed")
     kept = torch.tensor(float(given == pairs))
-    everything = [(-10.0, 100.0)]
+    everything = [(-1.0, 100.0)]
     return {"exposed": found, "hidden": numbers([exposed(pairs[0][0].copy(), everything)], "exposed"),
             "alone": numbers([exposed(pairs[0][0].copy(), [])], "exposed"), "kept": kept}
 

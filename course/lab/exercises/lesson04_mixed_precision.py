@@ -150,17 +150,15 @@ def draw_histories(seed: int, hidden: bool) -> Tensors:
     """Amax histories of several tensors, and the amaxes of a step.
 
     The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before, the
-    fourth is the largest now; the first and the fourth have been there for fewer steps than there are places. The third is zero
-    in this step, the fifth was zero in the one before.
+    fourth is the largest now; the first and the fourth have been there for fewer steps than there are places.
     """
     generator = random_inputs.generator(seed)
     tensors, steps = (7, 12) if hidden else (5, 6)
     history = tenths(tensors, steps, generator=generator)
     history[1], history[2, 0], history[3, 0] = 0, history[2, 1] / 2, history[3, 1] + 1
     history[0, -1] = history[3, 2:] = 0              # not full yet
-    history[4, 0] = 0
     amax = 2 * tenths(tensors, generator=generator)
-    amax[0], amax[2] = history[0, 0] / 2, 0
+    amax[0] = history[0, 0] / 2
     return {"history": history, "amax": amax}
 
 

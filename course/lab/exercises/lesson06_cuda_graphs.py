@@ -189,14 +189,11 @@ def run_static_buffers(inputs: Tensors) -> Tensors:
     weights, runs, replays = training.weights(), float(training.runs), float(replay.call_count)
     kept = all(torch.equal(batch[name], inputs[name][i]) for i, batch in enumerate(given) for name in batch)
     x, y = inputs["x"][0].clone(), inputs["y"][0].clone()
-    others = [{"x": x[:1], "y": y}, {"x": x, "y": y.float()}, {"x": x}, {"x": x, "y": y, "z": y}]
+    others = [{"x": x[:1], "y": y}, {"x": x.float(), "y": y}, {"x": x}, {"x": x, "y": y, "z": y}]
     refused = torch.tensor([float(refuses(captured, batch)) for batch in others])
-    after = training.weights()
-    if replays:
-        captured.graph.replay()                      # a step on what was copied last
     return {"results": torch.stack(seen), "weights": weights, "held": torch.stack([stack(pair) for pair in results]),
             "runs": torch.tensor(runs), "replays": torch.tensor(replays), "kept": torch.tensor(float(kept)), "refused": refused,
-            "after": after, "again": training.weights(), "warmed": torch.tensor(warmed[:int(inputs["warm"])])}
+            "after": training.weights(), "warmed": torch.tensor(warmed[:int(inputs["warm"])])}
 
 
 def count_runs(warmed: list[float], training: "Training") -> Callable[[], AbstractContextManager[None]]:
@@ -250,23 +247,22 @@ class Training:
 
 
 def draw_decisions(seed: int, hidden: bool) -> Tensors:
-    """Batches, which three of them are bad, and first weights."""
+    """Batches, which two of them are bad, and first weights."""
     generator = random_inputs.generator(seed)
     steps, samples, features = (14, 7, 4) if hidden else (12, 5, 3)
 
     some = partial(random_inputs.normal, generator)
     return {"x": some(steps, samples, features), "y": some(steps, samples), "weight": some(features),
-            "bad": 4 + torch.randperm(steps - 5, generator=generator)[:3]}
+            "bad": 4 + torch.randperm(steps - 5, generator=generator)[:2]}
 
 
 def with_bad_ones(inputs: Tensors) -> list[Batch]:
-    """The batches. One holds infinity, one what is not a number, and in one the loss is infinite, but not its gradient."""
+    """The batches, one of which holds infinity, and one what is not a number."""
     x = inputs["x"].clone()
     y = inputs["y"].clone()
-    infinite, undefined, large = inputs["bad"]
+    infinite, undefined = inputs["bad"]
     sample = dropout(torch.ones_like(x[infinite]), infinite).sum(1).argmax()        # one that dropout leaves a feature
     y[infinite, sample], x[undefined] = torch.inf, torch.nan            # the loss: infinite in one, not a number in the other
-    y[large, 0] = 1e200                              # its square is too large for float64
     return [{"x": one, "y": other} for one, other in zip(x, y, strict=True)]
 
 
@@ -321,24 +317,14 @@ def draw_graphs(seed: int, hidden: bool) -> Tensors:
     return {"works": 1e-6 * works, "costs": 1e-6 * costs}
 
 
-def gain_before(batch: int, works: Sequence[float], launch: float, once: float, gap: float) -> float:
-    """A gain between those of `batch - 1` and of `batch` samples: the first batch that gains less is `batch`."""
-    gains = [eager_time([launch] * len(works), [many * work for work in works], gap)
-             / (once + many * sum(works) + gap * (len(works) - 1)) - 1 for many in (batch - 1, batch)]
-    return sum(gains) / 2
-
-
 def run_graph_gain(inputs: Tensors) -> Tensors:
-    """Microseconds of each graphed step; batches at which graphs gain less than a tenth and less than a third, and the last."""
+    """Microseconds of each graphed step, and batches at which graphs gain less than a tenth and less than a third."""
     cases, given = (list(zip(inputs["works"].tolist(), inputs["costs"].tolist(), strict=True)) for _ in range(2))
     times = [1e6 * return_values.number(graphed_time(works, once, gap), "graphed_time") for works, (_, once, gap) in given]
     batches = [return_values.number(break_even(works, launch, once, gap, least), "break_even") for works,
                (launch, once, gap) in given
                for least in LEAST]
-    works, costs = given[-1]
-    last = break_even(works, *costs, gain_before(1000, works, *costs))
-    return {"last": torch.tensor(return_values.number(last, "break_even")),
-            "time": torch.tensor(times, dtype=torch.float64), "batch": torch.tensor(batches, dtype=torch.float64),
+    return {"time": torch.tensor(times, dtype=torch.float64), "batch": torch.tensor(batches, dtype=torch.float64),
             "kept": torch.tensor(float(given == cases))}
 
 
@@ -352,8 +338,7 @@ EXERCISES = [
         "replays": "every call after the warm-up replays once",
         "kept": "it does not change the batches that it is given",
         "refused": "a batch of other shapes, types or names raises a CourseError",
-        "after": "and such a batch changes nothing",
-        "again": "nor is any of it copied: one more replay trains on the batch before"},
+        "after": "and such a batch changes nothing"},
         flags={"kept": "it overwrote a batch that its caller may still need",
                "refused": "one of four was not: another shape, another type, a name missing, a name too many"}, points=2),
     Exercise("decided-on-device", "06", (f"{__name__}.on_device",), draw_decisions, run_decided_on_device, {
@@ -368,6 +353,5 @@ EXERCISES = [
     Exercise("graph-gain", "06", (f"{__name__}.graphed_time", f"{__name__}.break_even"), draw_graphs, run_graph_gain, {
         "time": "one launch, the work, and the gaps between kernels",
         "batch": "the batch from which on a graph gains too little, even if it is large, and 0 if 1000 is not enough",
-        "last": "a thousand samples are tried, too",
         "kept": "neither function changes `works`"}, flags={"kept": "they change its numbers"}),
 ]

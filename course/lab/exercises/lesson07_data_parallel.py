@@ -186,19 +186,17 @@ def draw_sizes(seed: int, hidden: bool) -> Tensors:
 
 
 def run_in_buckets(inputs: Tensors) -> Tensors:
-    """Parameters put into buckets; those from the middle on, whose first is larger than a bucket; and some of two formats whose
-    elements have the same size."""
+    """Parameters put into buckets; and those from the middle on, whose first is larger than a bucket."""
     parameters = [nn.Parameter(torch.empty(n, dtype=torch.float64 if double else torch.float32))
                   for n, double in zip(inputs["sizes"].tolist(), inputs["double"].tolist(), strict=True)]
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    halves = [nn.Parameter(torch.empty(1, dtype=kind)) for kind in (torch.float16, torch.float16, torch.bfloat16)]
-    buckets, later, alike = (return_values.several(data.partition_into_buckets(some, int(inputs["bucket"])), "in_buckets",
-                                                   "a list of buckets")
-                             for some in (parameters, parameters[len(parameters) // 2:], halves))
+    buckets, later = (return_values.several(data.partition_into_buckets(some, int(inputs["bucket"])), "in_buckets",
+                                            "a list of buckets")
+                      for some in (parameters, parameters[len(parameters) // 2:]))
     return {"order": torch.tensor([place[id(parameter)] for bucket in buckets for parameter in bucket]),
             "lengths": torch.tensor([len(bucket) for bucket in buckets]),
             "none": torch.tensor(float(not data.partition_into_buckets([], int(inputs["bucket"])))),
-            "later": torch.tensor([len(bucket) for bucket in later]), "alike": torch.tensor([len(bucket) for bucket in alike])}
+            "later": torch.tensor([len(bucket) for bucket in later])}
 
 
 class Branches(nn.Module):
@@ -357,7 +355,6 @@ EXERCISES = [
         "order": "every parameter is in one bucket, in the order in which they came",
         "lengths": "each bucket is as full as it may be, and no fuller",
         "later": "also where already the first parameter is larger than a bucket",
-        "alike": "float16 and bfloat16 do not share one, although their elements have the same size",
         "none": "without parameters there is no bucket"}, flags={"none": "there is one"}),
     Exercise("overlap", "07",
              tuple(f"course.parallel.data_parallel.gradients.{name}" for name in ("gradient_ready", "start_mean", "finish_mean")),

@@ -151,9 +151,8 @@ def rates_asked(inputs: Tensors) -> dict[str, list[str]]:
 def draw_curves(seed: int, hidden: bool) -> Tensors:
     """Validation losses that fall, and rise a little now and then, and targets.
 
-    The first curve is below its target from the start, the second just at it in its lowest point. The third rises just before it
-    reaches it, rises above it and reaches it again, the last never gets there. The others reach it once. Validations come at
-    uneven steps.
+    The first curve is below its target from the start, the second just at it in its lowest point, the third reaches it, rises
+    above it and reaches it again, the last never gets there. The others reach it once. Validations come at uneven steps.
     """
     generator = random_inputs.generator(seed)
     many, points = (8, 20) if hidden else (6, 12)
@@ -166,7 +165,6 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
     dip, again = 4, points // 2 + 2                  # between them lie the places where whoever bisects the curve looks
     below = torch.arange(points) >= again
     below[dip] = True
-    losses[2, dip - 1] = losses[2, :dip].max()       # the lowest loss before is not the last one before
     target[2] = losses[2, :dip].min() - 0.01
     losses[2, dip:] = (target[2] + torch.where(below, -0.01 - rough[2], 0.01 + rough[2]))[dip:]
     late = losses[3:-1]                              # where they rise above the target again they are reflected at it

@@ -28,10 +28,6 @@ MISTAKES = {
                 "the trace has to name the range: pass the name on to record_function"),
         Mistake("swallowed", "    finally:", "    except Exception:\n        pass\n    finally:",
                 "the exception has to leave the block: remove the `except`"),
-        Mistake("closed by an exception only", "    finally:\n        if nvtx:\n            torch.cuda.nvtx.range_pop()",
-                "    except BaseException:\n        if nvtx:\n            torch.cuda.nvtx.range_pop()\n        raise",
-                "an `except` runs only after an exception, so the range of a good block stays open: pop it in a `finally`, which "
-                "runs in both cases"),
         Mistake("over before it begins", "with record_function(name):\n            yield", "with record_function(name):\n"
                 "            pass\n        yield",
                 "the range lasts as long as the block: `yield` inside `with record_function(name)`"),
@@ -55,8 +51,6 @@ MISTAKES = {
                 "the gaps between intervals do not count"),
         Mistake("sorted by their ends", "sorted(intervals)", "sorted(intervals, key=lambda interval: interval[1])",
                 "sort by the starts: sorted by the ends, a long interval comes after those inside it"),
-        Mistake("from zero on", "-math.inf", "0.0",
-                "an interval may lie before 0, and this leaves out what does: begin with the first start, or with -math.inf"),
     ),
     "exposed-time": (
         Mistake("all of it", EXPOSED, "return busy(communication)",
@@ -79,9 +73,6 @@ MISTAKES = {
         Mistake("message by message", EXPOSED, f"return sum(max(0.0, b - a - sum(max(0.0, {SHARED}) for c, d in computation)) "
                 "for a, b in communication)",
                 "messages overlap with each other too, and this counts each one by itself: call `busy` once for all of them"),
-        Mistake("busy with each message", EXPOSED,
-                "return sum(busy([one, *computation]) - busy(computation) for one in communication)",
-                "messages overlap with each other too, and this counts each one by itself: call `busy` once for all of them"),
         Mistake("lengths of computation", "- busy(computation)", "- sum(end - begin for begin, end in computation)",
                 "kernels overlap: subtract the time in which at least one runs, not the sum of their lengths"),
         Mistake("computing alone", "- busy(computation)", "- busy(communication)",
@@ -95,8 +86,6 @@ MISTAKES = {
     "launch-bound": (
         Mistake("the host waits", "gpu = max(host, gpu) + work", "gpu = host = max(host, gpu) + work",
                 "the host does not wait for a kernel to finish: it launches the next one meanwhile"),
-        Mistake("the host waits for the start", "gpu = max(host, gpu) + work", "host = max(host, gpu)\n        gpu = host + work",
-                "the host does not wait until a kernel begins: launched kernels queue up, and it launches the next one at once"),
         Mistake("the GPU alone", "gpu = max(host, gpu) + work", "gpu += work",
                 "a kernel cannot start before its launch: the GPU may have to wait for the host"),
         Mistake("the host alone", "gpu = max(host, gpu) + work", "gpu = host + work",

@@ -19,9 +19,6 @@ MISTAKES = {
         Mistake("on from a whole batch", "    while True:", "    consumed -= consumed % global_batch\n    while True:",
                 "`consumed` counts samples and may end inside a batch, because an earlier run may have used another batch size. "
                 "Begin exactly there"),
-        Mistake("on to a whole batch", "    while True:", "    consumed += -consumed % global_batch\n    while True:",
-                "`consumed` counts samples and may end inside a batch, because an earlier run may have used another batch size. "
-                "Begin exactly there: rounded up, some samples are never read"),
         Mistake("a batch too late", "    while True:", "    consumed += global_batch\n    while True:",
                 "the first batch begins at `consumed`: count it when it has been handed out, not before"),
         Mistake("the rest of an epoch is dropped", "    while True:",

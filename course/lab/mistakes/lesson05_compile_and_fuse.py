@@ -14,12 +14,6 @@ MISTAKES = {
         Mistake("writes the last one alone", "made & set(kept)", "{chain[-1][1]}",
                 "write the tensors in `kept`, not the last result: the backward pass may need one from the middle and not the "
                 "last"),
-        Mistake("the last one too", "made & set(kept)", "(made & set(kept)) | {chain[-1][1]}",
-                "the last result is written only if it is in `kept`, as every other: here the fused kernel always writes it"),
-        Mistake("reads what it keeps", "for name in read | (made & set(kept)))",
-                "for name in read | (made & set(kept)))\\\n        + sum(sizes[name] for name in made & set(kept) & {name for "
-                "reads, _ in chain for name in reads})",
-                "a result in `kept` is written to memory, but the kernel still has it on the chip: it does not read it again"),
         Mistake("reads again for each operator", "sum(sizes[name] for name in read | (made & set(kept)))",
                 "sum(sizes[name] for reads, _ in chain for name in set(reads) - made)"
                 " + sum(sizes[name] for name in made & set(kept))",
@@ -59,12 +53,6 @@ MISTAKES = {
                 "a matmul always has its own kernel, also as the first operator"),
         Mistake("attention fuses", 'kind in ("matmul", "attention")', 'kind == "matmul"',
                 "attention is a library's kernel, like a matmul"),
-        Mistake("the first ones are lost", "count, alone = 0, True", "count, alone = 0, False",
-                "the operators before the first matmul or attention are a kernel too: the first operator always begins one"),
-        Mistake("one for each kind that fuses", "count, alone = 0, True",
-                "return sum(1 for i, kind in enumerate(operators) if not i or kind in ('matmul', 'attention')\n"
-                "               or kind != operators[i - 1])\n    count, alone = 0, True",
-                "a norm, an addition and a GELU next to each other share a kernel: only a matmul or attention ends it"),
         Mistake("a norm ends the kernel", 'kind in ("matmul", "attention")', 'kind in ("matmul", "attention", "norm")',
                 "a norm fuses with the operators next to it: it reduces over a row that one thread block already holds"),
         Mistake("the last one is lost", "return count", "return count - (not alone)",
@@ -99,10 +87,6 @@ MISTAKES = {
                 "scale multiplies the normalized x, so its gradient has the normalized x as a factor"),
         Mistake("scale's gradient from x itself", "(grad * n).sum(1)", "(grad * x).sum(1)",
                 "scale multiplies the normalized x, not x: compute it again from the tensors that you kept"),
-        Mistake("scale's gradient from that of n", "(grad * n).sum(1)", "(g * n).sum(1)",
-                "y is n (1 + scale) + shift, so the gradient of scale is that of y times n: g already has the factor 1 + scale"),
-        Mistake("not centered again", "n = (x - mean) * rstd", "n = x * rstd",
-                "n is r (x - mean) in the backward pass as well: subtract the mean before you multiply"),
         Mistake("g without scale", "g = grad * (1 + scale[:, None])", "g = grad",
                 "on its way back to the normalized x, the gradient is multiplied by 1 + scale"),
         Mistake("the mean stands still", "g - g.mean(-1, keepdim=True) - n", "g - n",
@@ -143,12 +127,9 @@ MISTAKES = {
                 "compute it from"),
         Mistake("padding counts", ".where(real, 0.0)", "",
                 "padding contains numbers too, and they must not count: replace them by 0 before you take the largest"),
-        Mistake("zero times infinity", "x.detach().abs().where(real, 0.0)", "(x.detach().abs() * real)",
-                "padding may contain anything, and 0 times infinity is NaN: choose 0 with torch.where, do not multiply"),
-        Mistake("a factor for each sample", LAST,
-                "each = x.detach().abs().amax((1, 2), keepdim=True)\n"
-                "    return x * torch.where(each > limit, limit / each, 1.0), largest",
-                "each sample gets a factor of its own here: one factor, from the largest of all real samples, is for all of x"),
+        Mistake("zero times infinity", ".where(real, 0.0)", " * real",
+                "padding may contain anything, and 0 times infinity is NaN: choose 0 with torch.where, do not multiply",
+                stops="InvalidReturn"),
         Mistake("zero times infinity, and a gradient", "x.detach().abs().where(real, 0.0)", "(x.abs() * real)",
                 "padding may contain infinities, and 0 times infinity is NaN: choose 0 with torch.where. Also detach x first, "
                 "because the factor is a constant"),

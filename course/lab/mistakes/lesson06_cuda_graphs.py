@@ -18,15 +18,6 @@ MISTAKES = {
                 "replays read the captured tensors, whatever `self.batch` refers to: copy_ the new values into them"),
         Mistake("results not copied", "return tuple(result.clone() for result in self.results)", "return self.results",
                 "the next replay overwrites these tensors, so a loss that the caller keeps would change: return copies"),
-        Mistake("only the loss copied", "tuple(result.clone() for result in self.results)",
-                "(self.results[0].clone(), *self.results[1:])",
-                "the next replay overwrites every result, not only the first: return copies of all of them"),
-        Mistake("compared one by one", f"{REFUSAL}        for name, tensor in self.batch.items():\n",
-                "        if batch.keys() != self.batch.keys():\n            raise CourseError('other names')\n"
-                "        for name, tensor in self.batch.items():\n"
-                "            if kinds({name: batch[name]}) != kinds({name: tensor}):\n"
-                "                raise CourseError('another kind')\n",
-                "a batch that does not fit is copied in part before it is refused: compare all of its tensors, then copy"),
         Mistake("no warm-up", f"{WARMING}        if self.calls == self.warm + 1:", "        if self.calls == 1:",
                 "the first calls have to run eagerly: an optimizer that creates its states inside the capture creates them "
                 "again in every replay"),
@@ -91,13 +82,6 @@ MISTAKES = {
                 "the eager step counts every step, skipped or not"),
         Mistake("counts the good ones", "state.skipped += ~good", "state.skipped += good",
                 "`skipped` counts the steps whose loss is not finite"),
-        Mistake("each number of the gradient by itself", CHOICE,
-                "torch.where(gradient.isfinite(), state.weight - rate * gradient, state.weight)",
-                "a loss can be infinite where its gradient is not, and then the step is skipped too: choose by the loss"),
-        Mistake("chosen by the gradient", "good = loss.isfinite()", "good = gradient.isfinite().all()",
-                "a loss can be infinite where its gradient is not, and then the step is skipped too: good is loss.isfinite()"),
-        Mistake("dropout of the next step", 'batch["x"], state.count)', 'batch["x"], state.count + 1)',
-                "dropout sees a count that is 1 too high: add 1 at the end of the step, as the host does"),
         Mistake("the same inputs dropped", 'batch["x"], state.count)', 'batch["x"], torch.zeros_like(state.count))',
                 "dropout is the same in every step: derive it from the count, which is already a tensor"),
         Mistake("no warm-up of the rate", "PEAK * ((state.count + 1) / RAMP).clamp(max=1.0)", "PEAK",
@@ -136,8 +120,6 @@ MISTAKES = {
         Mistake("nothing where nothing is found", "\n    return 0", "",
                 "if none of the thousand batches gains that little, the loop ends, and a function without `return` returns "
                 "None: return 0", stops="InvalidReturn"),
-        Mistake("one batch less", "range(1, 1001)", "range(1, 1000)",
-                "range(1, 1000) ends at 999, but a batch of 1000 is tried too: range(1, 1001)"),
         Mistake("a hundred batches", "range(1, 1001)", "range(1, 101)",
                 "the batches go up to 1000: range(1, 1001)"),
         Mistake("a share of the eager step", "(1 + least) * graphed_time(scaled, once, gap)",

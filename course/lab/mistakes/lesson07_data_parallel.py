@@ -126,8 +126,6 @@ MISTAKES = {
                 "after the all-reduce the gradients are sums over the ranks: divide by axis.size"),
         Mistake("not copied back", "gradient.copy_(averaged)", "pass",
                 "the averages are computed, but the parameters keep their own gradients: copy them back into p.grad"),
-        Mistake("the first one not divided", "flat /= axis.size", "flat[gradients[0].numel():] /= axis.size",
-                "the first gradient is still a sum over the ranks: divide all of them by axis.size"),
         Mistake("divided twice", "flat /= axis.size", "flat /= axis.size**2",
                 "the gradients are too small by a factor of the number of ranks: divide once"),
         Mistake("one after another", "flat = _flatten_dense_tensors(gradients)",
@@ -148,9 +146,6 @@ MISTAKES = {
                 "flat = _flatten_dense_tensors(gradients)\n    gradients = [p.grad for p in parameters if p.grad is not None]",
                 "`parameters` may be a generator, as model.parameters() is, and a generator yields nothing the second time: go "
                 "through it once, and keep a list of the gradients"),
-        Mistake("used up", "    gradients = [p.grad", "    many = sum(1 for _ in parameters)\n    gradients = [p.grad",
-                "`parameters` may be a generator, as model.parameters() is, and a generator yields nothing the second time: "
-                "make a list of it first", stops="ValueError"),
         Mistake("zeros for a missing one", "gradients = [p.grad for p in parameters if p.grad is not None]",
                 "parameters = list(parameters)\n    for p in parameters:\n        if p.grad is None:\n"
                 "            p.grad = p.detach() * 0\n    gradients = [p.grad for p in parameters]",
@@ -228,12 +223,6 @@ MISTAKES = {
         Mistake("still full after another format", "            full = 0.0\n",
                 "            full = 0.0 if full + parameter.nbytes > size else full\n",
                 "a new bucket is empty, also if a new dtype began it: count its bytes from zero again"),
-        Mistake("full because of another format", "            full = 0.0\n",
-                "            full = full if buckets[1:] and parameter.dtype != buckets[-2][0].dtype else 0.0\n",
-                "a new bucket is empty, also if a new dtype began it: count its bytes from zero again"),
-        Mistake("bytes of an element", "parameter.dtype != buckets[-1][0].dtype",
-                "parameter.element_size() != buckets[-1][0].element_size()",
-                "float16 and bfloat16 both have 2 bytes, and one tensor cannot hold both: compare dtypes, not element sizes"),
         Mistake("room for elements", "full + parameter.nbytes", "full + parameter.numel()",
                 "count the size of a parameter in bytes too: nbytes, not numel()"),
     ),
@@ -316,8 +305,6 @@ MISTAKES = {
     "collective-times": (
         Mistake("all at once", "begin = max(at, free)", "begin = at",
                 "an all-reduce begins while the previous one still runs: they run one after another"),
-        Mistake("two at once", "begin = max(at, free)", "begin = max(at, times[-2][1] if len(times) > 1 else 0.0)",
-                "two all-reduces run at the same time: each one waits for the one just before it, not for the one before that"),
         Mistake("before it is ready", "begin = max(at, free)", "begin = free",
                 EARLY),
         Mistake("its own seconds after the last began", "begin = max(at, free)",

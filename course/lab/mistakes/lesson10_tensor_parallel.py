@@ -50,11 +50,6 @@ MISTAKES = {
         Mistake("numbers within q, k and v", MINE, "(rows.tensor_split(size, 1)[rank] % (heads * head_dim)).flatten()",
                 "these are row numbers within q, within k and within v. In the matrix, the keys begin at heads · head_dim, and "
                 "the values at twice that"),
-        Mistake("keys after its own queries", MINE,
-                "torch.cat([part * (heads // size) * head_dim + rows[0].tensor_split(size)[rank].flatten()\n"
-                "                      for part in range(3)])",
-                "in the matrix, the keys begin after the queries of *all* heads, at heads · head_dim, and the values at twice "
-                "that: a rank's own heads do not move them"),
         Mistake("heads, not rows", MINE, "torch.arange(3 * heads).view(3, heads).tensor_split(size, 1)[rank].flatten()",
                 "these are numbers of heads, not of rows: each head has head_dim rows", stops="InvalidReturn"),
     ),
